@@ -1,4 +1,4 @@
-//! The program as the library sees it: progress, metrics, environments, rollout engine and responses over the functions of a [`HostTable`].
+//! The program as the library sees it: progress, metrics, environments, rollout engine and responses, called through a [`HostTable`].
 
 use querl_core::ports::{
     Environment, EnvironmentError, PolicyResponse, Progress, RolloutEngine, RolloutPrompt, RolloutResponse,
@@ -12,8 +12,8 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-/// The program's functions, for the length of a job. Of an error of the program only the message is known here: the program keeps
-/// the error itself.
+/// The program's functions, which are valid for the length of a job. Of an error in the program only the message is known here: the program
+/// keeps the error itself.
 #[derive(Clone, Copy)]
 pub(crate) struct Host<'a>(&'a HostTable);
 

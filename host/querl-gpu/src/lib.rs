@@ -21,7 +21,7 @@ use querl_train::job::{self, Callbacks, Environments, Failure, FailureKind, JobE
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
-/// The version of the interface. Called before anything else.
+/// The version of the C interface. The program calls this before any other function.
 #[unsafe(no_mangle)]
 pub extern "C" fn querl_cuda_abi() -> u32 {
     interface::ABI
@@ -70,7 +70,7 @@ pub unsafe extern "C" fn querl_cuda_run(job: *const u8, len: usize, host: *const
     status_of(&result)
 }
 
-/// Frees what this library wrote.
+/// Frees bytes that this library wrote.
 ///
 /// # Safety
 /// `bytes` were written by this library, and are freed once.
@@ -80,14 +80,14 @@ pub unsafe extern "C" fn querl_cuda_free(bytes: Bytes) {
     drop(unsafe { bytes.into_vec() });
 }
 
-/// GPU `index` of this machine as the device of a model.
+/// Opens GPU `index` of this machine as the device of a model.
 #[cfg(feature = "cuda")]
 pub fn compute_device(index: usize) -> candle_core::Result<querl_model::ComputeDevice> {
     install();
     Ok(querl_model::ComputeDevice::Accelerator(std::sync::Arc::new(device::Gpu::new(index)?)))
 }
 
-/// Makes the GPUs of this machine known to querl-model. Returns whether this build has GPUs at all.
+/// Registers the GPUs of this machine with querl-model. Returns false in a build without the feature `cuda`.
 pub fn install() -> bool {
     #[cfg(feature = "cuda")]
     device::install();

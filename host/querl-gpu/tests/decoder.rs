@@ -20,20 +20,22 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Of log-probabilities, entropies and logits, as a share of the largest: transformers in bf16 is off by 0.010 to 0.031 of the
+/// Tolerance of log-probabilities, entropies and logits, relative to the largest: transformers in bf16 is off by 0.010 to 0.031 of the
 /// largest logit on these models on an H200, compared with itself in f32 from the same weights (`tests/reference/bf16.py --device cuda`).
-/// Worst found there: 0.027.
+/// Worst error measured there: 0.027.
 const TOLERANCE: f32 = 0.031;
 
-/// Of a gradient: length of the difference over the length of the CPU's. PEFT in bf16 compared with itself in f32, with these weights and
-/// sequences, on an H200: 0.118 at worst, with magnitudes 0.108 on all models but one. Worst found: 0.103, with dropout.
+/// Maximum relative L2 error of a gradient tensor, against the CPU. PEFT in bf16 compared with itself in f32, with these weights and
+/// sequences, on an H200: 0.118 at worst, with DoRA 0.108 on all models but one. Worst error measured: 0.103, with dropout.
 const GRADIENT_TOLERANCE: f32 = 0.118;
 
-/// The same on `qwen3-bias`, where PEFT in bf16 is off by 0.251 on an H200 and 0.05 on a CPU. Worst found: 0.233.
+/// Maximum relative L2 error of a gradient tensor on `qwen3-bias`, where PEFT in bf16 is off by 0.251 on an H200 and 0.05 on a
+/// CPU. Worst error measured: 0.233.
 const BIAS_TOLERANCE: f32 = 0.251;
 
-/// The same with magnitudes on `qwen2-untied`, which makes more of roundings: PEFT in bf16 is off by 0.10 to 0.253 there, as attention
-/// is computed and as much as is rounded, in three of four ways at B of the first layer's queries. Worst found: 0.231, of the same.
+/// Maximum relative L2 error of a gradient tensor with DoRA on `qwen2-untied`, which is more sensitive to rounding: PEFT in bf16 is off by
+/// 0.10 to 0.253, depending on how attention is computed and on what is rounded, in three of four variants at LoRA B of the first layer's
+/// `q_proj`. Worst error measured: 0.231, of the same matrix.
 const DORA_TOLERANCE: f32 = 0.25;
 
 const DROPOUT: Option<Dropout> = Some(Dropout { p: 0.3, seed: 11 });
@@ -279,9 +281,9 @@ fn what_layers_keep_and_where_their_gradients_go_changes_no_bit() {
     }
 }
 
-/// Of a gradient of a model in two parts. Worst found: 0.136, of A of the second layer's queries of `qwen3-bias`. The same values
-/// rounded to bf16 at the same places in torch, compared with f64, are off by 0.137 there in two parts and by 0.152 in one: it is the model
-/// that makes much of roundings, not the split. With seven other adapters both are off by 0.03 to 0.15.
+/// Maximum relative L2 error of any gradient tensor of a model with tensor parallelism 2, against the CPU: 0.136 was measured (LoRA A of
+/// layer 2's `q_proj`, `qwen3-bias`), and torch with the same bf16 rounding has 0.137 split and 0.152 unsplit, so the error comes from
+/// rounding and not from the split.
 const PARTS_TOLERANCE: f32 = 0.2;
 
 /// Two ranks with a GPU each, compared with the CPU: bf16 rounds partial sums instead of sums.

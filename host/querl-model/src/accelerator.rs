@@ -12,7 +12,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-/// What an accelerator keeps on its device for this crate, which only hands it back.
+/// State of a backend on its device, such as a RoPE table; this crate only stores it and passes it back.
 pub type DeviceState = Arc<dyn Any + Send + Sync>;
 
 /// One device with its kernels. Every operation is asynchronous unless it returns values to the host.
@@ -20,7 +20,7 @@ pub type DeviceState = Arc<dyn Any + Send + Sync>;
 /// # Errors
 /// Methods fail if the device is out of memory, or if earlier work on it failed.
 pub trait Accelerator: Send + Sync {
-    /// Of the tensors on this device.
+    /// The candle device that holds this accelerator's tensors.
     fn device(&self) -> Device;
     /// The product name, such as `NVIDIA H100`.
     fn name(&self) -> Option<String>;
@@ -32,11 +32,11 @@ pub trait Accelerator: Send + Sync {
     #[allow(missing_docs)]
     fn upload_weight(&self, values: WeightValues<'_>, dtype: BaseDtype) -> Result<Arc<dyn AcceleratorWeight>>;
 
-    /// See [`crate::kernels::rms_norm()`].
+    /// RMSNorm with gradients; see [`crate::kernels::rms_norm()`].
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor>;
-    /// See [`crate::kernels::trained_linear`].
+    /// Linear layer with a trained weight, with gradients; see [`crate::kernels::trained_linear`].
     fn trained_linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
-    /// See [`crate::kernels::token_logprobs`]; with a trained head.
+    /// Log-probabilities and entropies with a trained head `(V, H)`; see [`crate::kernels::token_logprobs`].
     fn trained_token_logprobs(
         &self,
         hidden: &Tensor,
@@ -51,37 +51,37 @@ pub trait Accelerator: Send + Sync {
     fn all_reduce(&self, ranks: &Ranks, tensor: &Tensor) -> Result<Tensor>;
     /// Creates the communicator of `ranks` before a model takes the device's memory; a collective operation.
     fn connect(&self, ranks: &Ranks) -> Result<()>;
-    /// Waits until submitted work is done on all ranks: an all-reduce that a failed rank left is incomplete.
+    /// Waits until submitted work is done on all ranks, so that results of all-reduces are complete; a collective operation.
     fn settle(&self, ranks: &Ranks) -> Result<()>;
 
-    /// Global norm over gradients times `scale`, and `scale` times the factor of clipping to `max_norm`.
+    /// Global L2 norm of all gradients times `scale`, and `scale` times the factor of clipping to `max_norm` (`None`: no clipping).
     fn gradient_norm(&self, gradients: &[Tensor], scale: f32, max_norm: Option<f32>) -> Result<GradientNorm>;
-    /// The same with values that the host has computed.
+    /// A [`GradientNorm`] from a norm and a scale that the host has computed.
     fn known_norm(&self, norm: f32, scale: f32) -> Result<GradientNorm>;
     /// One AdamW step on all tensors in place, with gradients times the scale in `norm`.
     fn adamw(&self, tensors: &[AdamWTensors<'_>], step: AdamWStep, norm: Option<&GradientNorm>) -> Result<()>;
 
-    /// Memory that is used, after waiting for submitted work.
+    /// Device memory in use, after waiting for submitted work.
     fn memory(&self) -> Result<DeviceMemory>;
-    /// [`DeviceMemory::peak`] starts at what is used now.
+    /// Resets [`DeviceMemory::peak`] to the memory in use now.
     fn reset_peak_memory(&self) -> Result<()>;
     /// Runs `work` and returns its kernel launches in order.
     fn trace(&self, work: &mut dyn FnMut()) -> Result<Vec<KernelLaunch>>;
-    /// For measurements: each call multiplies two square bf16 matrices of `size` rows with f32 sums, and waits for the result.
+    /// For benchmarks: each call multiplies two square bf16 matrices of `size` rows with f32 accumulation, and waits for the result.
     fn matrix_product(&self, size: usize) -> Result<Box<dyn FnMut() -> Result<()> + '_>>;
-    /// For measurements: each call copies `n_bytes` within device memory, and waits for the result.
+    /// For benchmarks: each call copies `n_bytes` within device memory, and waits for the result.
     fn memory_copy(&self, n_bytes: usize) -> Result<Box<dyn FnMut() -> Result<()> + '_>>;
 }
 
 /// A frozen weight `(out, in)` in device memory.
 pub trait AcceleratorWeight: Any + Send + Sync {
-    /// Outputs and inputs.
+    /// Shape of the weight: number of outputs and of inputs.
     fn dims(&self) -> (usize, usize);
     /// See [`crate::kernels::frozen_linear`].
     fn linear(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
-    /// See [`crate::kernels::token_logprobs`]; the weight is the head.
+    /// Log-probabilities and entropies with this weight as the head; see [`crate::kernels::token_logprobs`].
     fn token_logprobs(&self, hidden: &Tensor, targets: &[u32], temperature: f64) -> Result<Tensor>;
-    /// Rows by index, `(ids, in)` f32.
+    /// Rows `ids` of the weight: `(ids, in)` f32.
     fn rows(&self, ids: &[u32]) -> Result<Tensor>;
     /// All values, `(out, in)` f32.
     fn to_tensor(&self) -> Result<Tensor>;
@@ -89,78 +89,78 @@ pub trait AcceleratorWeight: Any + Send + Sync {
 
 /// Values of a weight `(out, in)` before they are stored on a device.
 pub enum WeightValues<'a> {
-    /// Little-endian floats of a file, row-major.
+    /// Little-endian floats as a file stores them, row-major.
     Bytes {
-        /// All values.
+        /// Bytes of all values.
         bytes: Cow<'a, [u8]>,
-        /// f32, bf16 or f16.
+        /// Type of the values: f32, bf16 or f16.
         dtype: DType,
-        /// Outputs and inputs.
+        /// Shape of the weight: number of outputs and of inputs.
         dims: (usize, usize),
     },
     /// A tensor on the CPU.
     Tensor(Tensor),
-    /// Normal values that depend on seed and index; see [`crate::backend::normal_part`].
+    /// Normally distributed values that depend on seed and index alone; see [`crate::backend::normal_part`].
     Random {
-        /// Rows of the whole weight that are stored.
+        /// Range of the full weight's rows that is stored.
         rows: Range<usize>,
-        /// Columns of the whole weight that are stored.
+        /// Range of the full weight's columns that is stored.
         columns: Range<usize>,
-        /// Columns of the whole weight.
+        /// Number of columns of the full weight.
         width: usize,
-        /// Of this weight.
+        /// Seed of this weight's values.
         seed: u64,
-        /// Standard deviation.
+        /// Standard deviation of the values.
         deviation: f32,
     },
 }
 
-/// A trained f32 tensor with its gradient and moments, of one shape and on one device.
+/// A trained f32 tensor with its gradient and AdamW moments, all of the same shape and on the same device.
 pub struct AdamWTensors<'a> {
-    /// Changed by a step.
+    /// Parameter values, updated in place.
     pub values: &'a Tensor,
-    /// Before clipping.
+    /// Gradient before clipping.
     pub gradient: &'a Tensor,
-    /// First moments, changed by a step.
+    /// First moments (running mean of gradients), updated in place.
     pub first: &'a Tensor,
-    /// Second moments, changed by a step.
+    /// Second moments (running mean of squared gradients), updated in place.
     pub second: &'a Tensor,
-    /// Weight-decay multiplier `1 - learning_rate * weight_decay`; 1 for vectors.
+    /// Factor of weight decay on the values, `1 - learning_rate * weight_decay`; 1 for vectors, which are not decayed.
     pub decay: f32,
 }
 
 /// Coefficients of one AdamW step for all tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWStep {
-    /// Learning rate over the bias correction of the first moment.
+    /// Learning rate divided by the bias correction of the first moment.
     pub step_size: f32,
-    /// Factor on the square root of the second moment.
+    /// Factor on the square root of the second moment: its bias correction.
     pub correction: f32,
     /// Decay rate of the first moment.
     pub beta1: f32,
     /// Decay rate of the second moment.
     pub beta2: f32,
-    /// Added to the square root of the second moment.
+    /// Epsilon, added to the square root of the second moment.
     pub eps: f32,
 }
 
-/// Global norm of gradients, on the host and on the device.
+/// Global L2 norm of gradients and the factor to multiply them by, on the host and in device memory.
 #[derive(Clone)]
 pub struct GradientNorm {
-    /// Before clipping.
+    /// L2 norm before clipping.
     pub norm: f32,
-    /// Factor on gradients.
+    /// Factor on gradients, clipping included.
     pub scale: f32,
-    /// Both in device memory.
+    /// Norm and factor in device memory, where kernels read them.
     pub on_device: DeviceState,
 }
 
-/// Bytes of a device's memory.
+/// Memory use of a device in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Most that this process's tensors took at once since [`Accelerator::reset_peak_memory`].
+    /// Peak memory of this process's tensors since [`Accelerator::reset_peak_memory`].
     pub peak: u64,
-    /// Reserved for tensors of this process, used or not.
+    /// Memory reserved for tensors of this process, in use or not.
     pub reserved: u64,
     #[allow(missing_docs)]
     pub free: u64,
@@ -169,7 +169,7 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Used by other things than tensors of this process: its context, libraries and kernels, and other processes.
+    /// Memory in use by anything but tensors of this process: its context, libraries and kernels, and other processes.
     pub fn other(&self) -> u64 {
         self.total.saturating_sub(self.free).saturating_sub(self.reserved)
     }
@@ -178,23 +178,23 @@ impl DeviceMemory {
 /// A kernel launch, or a matrix product of the vendor's library under the name `product`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KernelLaunch {
-    /// The kernel's.
+    /// Name of the kernel, or `product`.
     pub name: &'static str,
-    /// On the device, from its begin to its end.
+    /// Time on the device from start to end of the launch.
     pub milliseconds: f32,
 }
 
 /// The accelerators of one kind on this machine.
 pub trait Accelerators: Send + Sync {
-    /// Opens the device of that index.
+    /// Opens the device with this index.
     ///
     /// # Errors
     /// There is no such device, or it cannot be used.
     fn open(&self, index: usize) -> Result<Arc<dyn Accelerator>>;
-    /// The open accelerator whose tensors are on `device`.
+    /// The open accelerator that holds tensors of `device`.
     ///
     /// # Errors
-    /// It is not open.
+    /// The accelerator is not open.
     fn of(&self, device: &Device) -> Result<Arc<dyn Accelerator>>;
 }
 
@@ -210,12 +210,12 @@ pub fn has_accelerators() -> bool {
     INSTALLED.get().is_some()
 }
 
-/// Opens a device; `None` where no accelerators are installed.
+/// Opens the device with this index; `None` if no accelerators are installed.
 pub(crate) fn open(index: usize) -> Option<Result<Arc<dyn Accelerator>>> {
     INSTALLED.get().map(|accelerators| accelerators.open(index))
 }
 
-/// The accelerator of a tensor's device; `None` for the CPU.
+/// The accelerator that holds a tensor; `None` if the tensor is on the CPU.
 ///
 /// # Errors
 /// The device is not open.

@@ -1,5 +1,5 @@
-//! What a backend for another device is made of: the layer, generic over its operations, and what it reads. Each operation of the
-//! CPU backend is the reference for the same operation elsewhere.
+//! Interface for backends of other devices: the transformer layer, generic over a backend's operations, and the types that it uses. Each
+//! operation of the CPU backend is the reference for the same operation of other backends.
 
 pub use crate::adapter::LoraPair;
 pub use crate::compute_device::only_on_cpu;
@@ -21,17 +21,17 @@ pub use crate::transformer::{
 
 use crate::Accelerators;
 
-/// The devices of one kind: their kernels, layers and decoding.
+/// A backend for one kind of device: its kernels, transformer layers and decoding.
 pub struct Backend {
     /// Opens devices and finds the device of a tensor.
     pub accelerators: &'static dyn Accelerators,
-    /// Transformer layers on a device.
+    /// Computes transformer layers on a device.
     pub layers: LayerAcceleratorOf,
-    /// Decoding on the device of a decoder.
+    /// Creates a decode policy on the device of a decoder.
     pub new_policy: NewDecodePolicy,
 }
 
-/// Makes devices known to this crate. Only the first call in a process counts.
+/// Registers a backend with this crate. Only the first call in a process has an effect.
 pub fn install(backend: &Backend) {
     crate::accelerator::install(backend.accelerators);
     crate::transformer::install(backend.layers);

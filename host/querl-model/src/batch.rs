@@ -8,16 +8,16 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct PackedBatch {
     pub(crate) token_ids: Vec<u32>,
-    /// Position of each row in its sequence.
+    /// Position of each row in its own sequence, from 0.
     pub positions: Arc<Vec<u32>>,
-    /// Which rows attend to which.
+    /// Prefix tree of the rows, which determines which rows attend to which.
     pub tree: Arc<RowTree>,
     /// For each sequence the node that holds its last row.
     last_nodes: Vec<Option<usize>>,
 }
 
 impl PackedBatch {
-    /// Packs sequences in order; empty ones are allowed and take no rows.
+    /// Packs sequences in order, without sharing prefixes; empty sequences take no rows.
     pub fn new<'a>(sequences: impl IntoIterator<Item = &'a [u32]>) -> Self {
         let (mut token_ids, mut positions) = (Vec::new(), Vec::new());
         let (mut nodes, mut last_nodes) = (Vec::new(), Vec::new());
@@ -41,7 +41,7 @@ impl PackedBatch {
         trie.pack(&last)
     }
 
-    /// For each row a number that depends on its tokens from the sequence's first up to itself, and on nothing else.
+    /// Hash of each row's prefix: the tokens of its sequence up to and including its own.
     pub(crate) fn row_keys(&self) -> Vec<u64> {
         let mut keys: Vec<u64> = Vec::with_capacity(self.n_rows());
         for node in self.tree.nodes() {
@@ -55,17 +55,17 @@ impl PackedBatch {
         keys
     }
 
-    /// Rows of all sequences together.
+    /// Number of rows (tokens) of the batch.
     pub fn n_rows(&self) -> usize {
         self.token_ids.len()
     }
 
-    /// Rows that each row attends to, itself among them, over all rows.
+    /// Number of (query, key) pairs of attention: for each row the rows that it attends to, itself included.
     pub fn n_pairs(&self) -> u64 {
         self.positions.iter().map(|position| u64::from(*position) + 1).sum()
     }
 
-    /// The row of a sequence's token, `position` counted from the sequence's first.
+    /// Row index of the token at `position` (from 0) of a sequence.
     ///
     /// # Panics
     /// There is no such sequence, or it has no such token.
@@ -83,7 +83,7 @@ impl PackedBatch {
     }
 }
 
-/// The key of a row from its parent's (0 for a sequence's first row) and its token.
+/// Hash of a row's prefix, from its parent row's hash (0 for the first row of a sequence) and its token id.
 pub(crate) fn row_key(parent: u64, token_id: u32) -> u64 {
     mix(parent.wrapping_add(STEP) ^ (u64::from(token_id) + 1).wrapping_mul(STEP))
 }

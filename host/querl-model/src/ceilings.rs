@@ -6,10 +6,10 @@ use candle_core::{Device, Result, Tensor};
 use querl_core::config::BaseDtype;
 use std::time::Instant;
 
-/// Timings of one repeated call.
+/// Timings of an operation that was called several times.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Repeated {
-    /// Rows and columns of the matrices, or bytes copied.
+    /// Rows and columns of the square matrices, or number of bytes copied.
     pub size: usize,
     /// Wall-clock seconds of each call.
     pub seconds: Vec<f64>,
@@ -26,7 +26,7 @@ const LARGEST_MATRIX: usize = 8192;
 /// The largest copy, beyond any cache.
 const LARGEST_COPY: usize = 1 << 30;
 
-/// Products of square matrices of 2 `size`^3 operations: on a GPU in bf16 by cuBLAS, on the CPU in f32 by the kernels of this crate.
+/// Times products of square matrices (2 `size`^3 operations): on a GPU in bf16 by cuBLAS, on the CPU in f32 by the kernels of this crate.
 ///
 /// # Errors
 /// The device cannot compute, or has no memory left.
@@ -37,7 +37,7 @@ pub fn matrix_products(place: &ComputeDevice) -> std::result::Result<Repeated, M
     })
 }
 
-/// Copies within the device's memory; each reads and writes `size` bytes.
+/// Times copies within the device's memory; each copy reads and writes `size` bytes.
 ///
 /// # Errors
 /// As [`matrix_products`].

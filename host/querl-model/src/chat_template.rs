@@ -85,7 +85,7 @@ fn limit(what: &str) -> String {
 }
 
 impl ChatTemplate {
-    /// Compiles a template. `special_tokens` (name, text) such as `eos_token` are visible to it.
+    /// Compiles a template. `special_tokens`: (name, text) pairs such as `eos_token`, which the template can use as variables.
     ///
     /// # Errors
     /// The template is too large or does not parse.
@@ -93,7 +93,7 @@ impl ChatTemplate {
         Self::compile(source, special_tokens, TemplateSource::File("chat_template.jinja".into()))
     }
 
-    /// The template of a model directory: `chat_template.jinja`, or the key in `tokenizer_config.json`.
+    /// Loads the template of a model directory: `chat_template.jinja`, or the key `chat_template` of `tokenizer_config.json`.
     pub(crate) fn load(directory: &Path, tokenizer_config: &serde_json::Value) -> Result<Self, ModelError> {
         let path = directory.join("chat_template.jinja");
         let key = || TemplateSource::Key(directory.join("tokenizer_config.json").display().to_string());
@@ -134,7 +134,7 @@ impl ChatTemplate {
         &self.text
     }
 
-    /// The conversation as text. With `add_generation_prompt`, the assistant's turn is opened.
+    /// Renders a conversation as text; `add_generation_prompt` appends the beginning of the assistant's turn.
     ///
     /// # Errors
     /// The template refuses these messages.
@@ -142,7 +142,7 @@ impl ChatTemplate {
         self.render_with(messages, add_generation_prompt, &serde_json::json!({}))
     }
 
-    /// As [`ChatTemplate::render`], with further variables such as `enable_thinking`.
+    /// Like [`ChatTemplate::render`], with further variables for the template, such as `enable_thinking`.
     ///
     /// # Errors
     /// The template refuses these messages, or reaches a limit of steps, time, memory or output.

@@ -95,7 +95,7 @@ pub fn check_directory(directory: &Path) -> Result<(), ModelError> {
     WeightFiles::open(directory).map(drop)
 }
 
-/// As [`check_directory`], and reads all weights.
+/// Like [`check_directory`], and also reads and checks all weights.
 ///
 /// # Errors
 /// Those of [`check_directory`], the tensors are not those of the configuration, or a value is NaN or Inf.
@@ -104,7 +104,7 @@ pub fn check_weights(directory: &Path) -> Result<(), ModelError> {
     stored.config.tensor_shapes().iter().try_for_each(|(name, _)| stored.bytes(name, None).map(drop))
 }
 
-/// Type, shape and bytes of a tensor or a part of one.
+/// Type, shape and bytes of a tensor or of a slice of it.
 pub(crate) type Bytes<'a> = (DType, Vec<usize>, Cow<'a, [u8]>);
 
 /// The mapped safetensors files of a model. Bytes of tensors are checked for NaN and Inf when they are read.
@@ -156,7 +156,8 @@ fn map_file(path: &Path) -> Result<MmapedSafetensors, ModelError> {
     unsafe { MmapedSafetensors::new(path) }.map_err(|error| unloaded(path, error))
 }
 
-/// An I/O error, such as that of a mapping without enough address space, says nothing about the file's content.
+/// The error for a file that could not be loaded. An I/O error, such as a mapping without enough address space, does not make it a
+/// damaged file.
 pub(crate) fn unloaded(path: &Path, error: Error) -> ModelError {
     match error {
         Error::WithPath { inner, path } => unloaded(&path, *inner),
@@ -184,7 +185,7 @@ impl StoredModel {
         Self::open_with(directory, config, &[])
     }
 
-    /// Opens a directory whose configuration was read already. `extra`: names of permitted tensors in addition to the decoder's.
+    /// Opens a directory whose configuration was read already. `extra`: names of tensors that are allowed in addition to the decoder's.
     pub(crate) fn open_with(directory: &Path, config: DecoderConfig, extra: &[&str]) -> Result<Self, ModelError> {
         let stored = Self { config, files: WeightFiles::open(directory)? };
         stored.check(extra).map_err(|message| ModelError::bad_file(directory, message))?;
@@ -217,7 +218,8 @@ impl StoredModel {
         Ok(Tensor::from_raw_buffer(&bytes, dtype, &shape, &Device::Cpu)?)
     }
 
-    /// A tensor or a part of it as it is stored. Rows are those of the mapped file; columns are copied, they alone are read.
+    /// Type, shape and bytes of a tensor or of a slice, as stored. Rows are borrowed from the mapped file; of a range of columns only these
+    /// are read, and copied.
     ///
     /// # Errors
     /// There is no such tensor, or a value is NaN or Inf.
@@ -443,7 +445,7 @@ impl<'a> WeightLoader<'a> {
         }
     }
 
-    /// A bias, where it is added on this rank.
+    /// A bias; `None` if another rank adds it.
     pub(crate) fn bias(&mut self, name: &str) -> Result<Option<Tensor>, ModelError> {
         match self.parallel.shard().placement(name, &self.tensors.shape(name)?) {
             Placement::Absent => Ok(None),
@@ -451,7 +453,7 @@ impl<'a> WeightLoader<'a> {
         }
     }
 
-    /// A norm or a bias: f32, a variable where weights are trained.
+    /// Weight of a norm, or a bias: f32, a variable if weights are trained.
     pub(crate) fn value(&mut self, name: &str) -> Result<Tensor, ModelError> {
         let slice = self.slice(name)?;
         let tensor = self

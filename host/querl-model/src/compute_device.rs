@@ -16,10 +16,10 @@ pub enum ComputeDevice {
     Accelerator(Arc<dyn Accelerator>),
 }
 
-/// What a GPU is used for.
+/// What a GPU is used for, which decides on the supported head sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GpuUse {
-    /// Passes over packed batches, with and without gradients.
+    /// Forward passes over packed batches, with and without gradients.
     Training,
     /// Generation, with or without training.
     Generation,
@@ -29,10 +29,10 @@ impl ComputeDevice {
     /// Largest attention head size that GPU kernels support.
     pub const GPU_MAX_HEAD_DIM: usize = 128;
 
-    /// Storage formats of a frozen base on a GPU, most bits first.
+    /// Storage types of a frozen base that GPUs support, from most to fewest bits.
     pub const GPU_DTYPES: [BaseDtype; 4] = [BaseDtype::Bf16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4];
 
-    /// Opens the GPU of that index.
+    /// Opens the GPU with this index.
     ///
     /// # Errors
     /// This build has no accelerators, or the GPU cannot be used.
@@ -46,11 +46,10 @@ impl ComputeDevice {
         }
     }
 
-    /// Refuses head sizes that GPU kernels do not support: above 128, and for generation, which reads keys 16 bytes at a time, those
-    /// that are no multiple of 8.
+    /// Checks that GPU kernels support a head size: at most 128, and for generation, which reads keys 16 bytes at a time, a multiple of 8.
     ///
     /// # Errors
-    /// The head size is one of these.
+    /// The head size is not supported.
     pub fn check_gpu_head_dim(head_dim: usize, gpu_use: GpuUse) -> Result<(), ModelError> {
         let most = Self::GPU_MAX_HEAD_DIM;
         let expected = match gpu_use {
@@ -62,10 +61,10 @@ impl ComputeDevice {
         Err(Error::Msg(format!("a model with attention heads of size {head_dim}; a GPU {expected}")).into())
     }
 
-    /// Refuses sliding windows on a GPU, whose kernels compute full attention.
+    /// Checks that the model has no sliding window if the device is a GPU, whose kernels compute full attention.
     ///
     /// # Errors
-    /// The model has such a window.
+    /// The device is a GPU and the model has a sliding window.
     pub fn check_windows(&self, config: &DecoderConfig) -> Result<(), ModelError> {
         match self {
             Self::Accelerator(_) if !config.sliding_windows.is_empty() => Err(ModelError::SlidingWindow),
@@ -73,7 +72,7 @@ impl ComputeDevice {
         }
     }
 
-    /// Of its tensors.
+    /// The candle device of this device's tensors.
     pub fn device(&self) -> Device {
         match self {
             Self::Cpu => Device::Cpu,
@@ -81,10 +80,10 @@ impl ComputeDevice {
         }
     }
 
-    /// Waits for submitted work.
+    /// Waits until all submitted work is done.
     ///
     /// # Errors
-    /// Some of it failed.
+    /// Submitted work failed.
     pub fn synchronize(&self) -> TensorResult<()> {
         match self {
             Self::Cpu => Ok(()),
@@ -119,7 +118,7 @@ impl ComputeDevice {
     }
 }
 
-/// An error that names a setting which GPUs do not support.
+/// The error for a setting, named by `what`, that GPUs do not support.
 pub fn only_on_cpu(what: &str) -> Error {
     Error::Msg(format!("{what} is computed on the CPU alone; set `device = \"cpu\"`"))
 }

@@ -46,7 +46,7 @@ impl Family {
 pub struct DecoderConfig {
     /// Architecture.
     pub family: Family,
-    /// Number of tokens of the vocabulary, V.
+    /// Vocabulary size V: number of rows of the embedding.
     pub vocab_size: usize,
     /// Width of the residual, H.
     pub hidden_size: usize,
@@ -60,23 +60,24 @@ pub struct DecoderConfig {
     pub n_kv_heads: usize,
     /// Width of a head; need not be `hidden_size / n_heads`.
     pub head_dim: usize,
-    /// Most tokens of a sequence.
+    /// Maximum number of tokens of a sequence.
     pub max_positions: usize,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// Scaling of the rotary frequencies.
+    /// Scaling of the rotary frequencies; `None` if they are not scaled.
     pub rope_scaling: Option<RopeScaling>,
-    /// Sliding window of each layer, itself included; `None` means full attention. Empty where all layers have full attention.
+    /// Sliding window of each layer in tokens, the query's own included; `None` means full attention. Empty if all layers have full
+    /// attention.
     pub sliding_windows: Vec<Option<usize>>,
     /// Epsilon of all RMSNorms.
     pub rms_norm_eps: f64,
-    /// The head is the embedding.
+    /// Whether the head shares the weights of the embedding.
     pub tie_word_embeddings: bool,
-    /// Biases on query, key and value: always with Qwen2, by the key `attention_bias` with Qwen3 and Llama.
+    /// Whether query, key and value projections have biases: always with Qwen2, by the key `attention_bias` with Qwen3 and Llama.
     pub qkv_bias: bool,
-    /// A bias on the attention's output: by the key `attention_bias` with Qwen3 and Llama.
+    /// Whether the output projection of attention has a bias: by the key `attention_bias` with Qwen3 and Llama.
     pub output_bias: bool,
-    /// Standard deviation of fresh weights.
+    /// Standard deviation of newly initialised weights.
     pub initializer_range: f64,
 }
 
@@ -90,9 +91,9 @@ const CLASSIFIERS: &str = "`Qwen2ForSequenceClassification`, `Qwen3ForSequenceCl
 /// Whether the base weights are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Weights {
-    /// No gradient is computed for them: adapters alone are trained.
+    /// The base weights get no gradients; only an adapter is trained.
     Frozen,
-    /// Every weight is a variable.
+    /// Every base weight is trained: a variable of candle.
     Trained,
 }
 
@@ -100,13 +101,13 @@ impl DecoderConfig {
     /// Reads `config.json`.
     ///
     /// # Errors
-    /// The file is missing, is no JSON, lacks a key, or asks for something that is not supported.
+    /// The file is missing, is not JSON, lacks a key, or sets something that is not supported.
     pub fn load(path: &Path) -> Result<Self, ModelError> {
         Self::read(path, SUPPORTED, |name| Family::of_architecture(name, LANGUAGE_MODEL))
     }
 
-    /// The backbone of a classifier, from a classifier's `config.json` or a language model's. It has no lm_head: tied embeddings take its
-    /// place and are not used.
+    /// Reads the decoder of a classifier from a classifier's `config.json` or a language model's. A classifier has no lm_head: the
+    /// configuration gets tied embeddings, and no pass uses that head.
     pub(crate) fn load_backbone(path: &Path) -> Result<Self, ModelError> {
         let family = |name: &str| {
             Family::of_architecture(name, LANGUAGE_MODEL).or_else(|| Family::of_architecture(name, CLASSIFIER))
@@ -124,7 +125,7 @@ impl DecoderConfig {
         Self::from_keys(family, Keys::new(&file)).map_err(|message| ModelError::bad_file(path, message))
     }
 
-    /// Sliding window of a layer; `None` means full attention.
+    /// Sliding window of layer `layer` in tokens; `None` means full attention.
     pub fn sliding_window(&self, layer: usize) -> Option<usize> {
         self.sliding_windows.get(layer).copied().flatten()
     }
@@ -132,7 +133,7 @@ impl DecoderConfig {
 
 // Tensors of a decoder.
 impl DecoderConfig {
-    /// Every adapted-by-default linear layer: its path, outputs, inputs.
+    /// Path, number of outputs and number of inputs of every linear layer that LoRA adapts by default.
     pub(crate) fn linear_layers(&self) -> impl Iterator<Item = (String, usize, usize)> {
         let (h, f) = (self.hidden_size, self.intermediate_size);
         let (q, kv) = (self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim);
@@ -150,7 +151,7 @@ impl DecoderConfig {
         })
     }
 
-    /// Weights in all, a tied head counted once.
+    /// Number of parameters; a tied head is counted once.
     pub fn n_parameters(&self) -> usize {
         self.tensor_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
     }

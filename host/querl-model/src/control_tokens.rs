@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use tokenizers::{AddedToken, Tokenizer};
 
-/// The special tokens of a tokenizer and those that act as such, and a copy of it that encodes them as text.
+/// The control tokens of a tokenizer (special tokens and tokens that act as such), and a copy of the tokenizer that encodes them as text.
 pub(crate) struct ControlTokens {
     /// Longest first, with their ids.
     tokens: Vec<(AddedToken, u32)>,
@@ -38,8 +38,8 @@ struct Occurrence {
 }
 
 impl ControlTokens {
-    /// Special tokens, and of the added tokens that are not marked as special those of `ends` (end of a response, start of a text) and
-    /// those with which the template delimits turns.
+    /// Collects the control tokens: special tokens, the added tokens in `ends` (end of a response, start of a text) even if they are not
+    /// marked as special, and those with which the template delimits turns.
     pub(crate) fn of(tokenizer: &Tokenizer, template: &ChatTemplate, ends: &BTreeSet<u32>) -> Self {
         let added = tokenizer.get_added_tokens_decoder().into_iter().map(|(id, token)| (token, id));
         let mut tokens: Vec<(AddedToken, u32)> = added.filter(|(token, _)| !token.content.is_empty()).collect();
@@ -82,12 +82,12 @@ impl ControlTokens {
         replaced
     }
 
-    /// Ids of a text whose control tokens are text.
+    /// Token ids of a text, with control tokens in it encoded as text.
     pub(crate) fn encode_literally(&self, tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, ModelError> {
         ids(&self.literal(tokenizer)?.tokenizer, text)
     }
 
-    /// Ids of a conversation in which the control tokens of messages are text, and those that `render` adds are control tokens.
+    /// Token ids of a conversation: control tokens in messages are encoded as text, those that `render` adds as control tokens.
     pub(crate) fn encode_conversation(
         &self,
         tokenizer: &Tokenizer,

@@ -7,18 +7,18 @@ use candle_core::{Result, bail};
 use rayon::prelude::*;
 use std::sync::Arc;
 
-/// Dropout of one pass. The mask of a row depends on the seed, the layer and the row's tokens up to itself alone: a pass that is
-/// computed again draws the same mask, and so does a row in another pass or one that several sequences share.
+/// Dropout of one forward pass. The mask of a row depends only on the seed, the layer and the row's tokens up to itself: the same row gets
+/// the same mask when it is computed again, in another pass, or in a prefix that several sequences share.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Dropout {
-    /// Share of an adapter's inputs that is zeroed, 0 to below 1; the others are scaled by `1 / (1 - p)`.
+    /// Dropout probability, 0 to below 1: the fraction of an adapter's inputs that is zeroed; the others are scaled by `1 / (1 - p)`.
     pub p: f64,
-    /// A different one for each pass.
+    /// Seed of the masks, different for each pass.
     pub seed: u64,
 }
 
-/// Dropout of one pass with a key for each of its rows. A row's key comes from its tokens up to itself, so that a row of a
-/// prefix that several sequences share is masked as it would be in each of them alone, however rows are packed into passes.
+/// Dropout of one pass with a key for each of its rows: a hash of the row's tokens up to itself. So a row of a shared prefix has the same
+/// mask as it would have in each of the sequences alone, however rows are packed into passes.
 #[derive(Debug, Clone)]
 pub struct DropoutMask {
     dropout: Dropout,
@@ -26,7 +26,7 @@ pub struct DropoutMask {
     shard: Shard,
 }
 
-/// The masks of one linear layer.
+/// Dropout masks of the inputs of one linear layer.
 #[derive(Clone, Copy)]
 pub struct LayerMask<'a> {
     mask: &'a DropoutMask,
@@ -37,7 +37,7 @@ pub struct LayerMask<'a> {
 }
 
 impl DropoutMask {
-    /// `shard`: which part of a model's inputs is masked; the masks are those of the whole model.
+    /// Masks for rows with these keys. `shard`: this rank's shard of the model, whose masks are those of the full model.
     pub fn new(dropout: Dropout, row_keys: Vec<u64>, shard: Shard) -> Result<Self> {
         if !(0.0..1.0).contains(&dropout.p) {
             bail!("dropout is {}; expected 0 to below 1", dropout.p);
@@ -45,28 +45,28 @@ impl DropoutMask {
         Ok(Self { dropout, row_keys: Arc::new(row_keys), shard })
     }
 
-    /// One key per row, from the tokens of its prefix.
+    /// One key per row: a hash of the row's tokens up to itself.
     pub fn row_keys(&self) -> &[u64] {
         &self.row_keys
     }
 
-    /// Share of inputs that is zeroed.
+    /// Dropout probability.
     pub fn p(&self) -> f64 {
         self.dropout.p
     }
 
-    /// The masks of some of the rows.
+    /// The masks of the rows with these indices.
     pub fn of_rows(&self, rows: &[u32]) -> Self {
         let row_keys = rows.iter().map(|&row| self.row_keys[row as usize]).collect();
         Self { row_keys: Arc::new(row_keys), ..self.clone() }
     }
 
-    /// The masks of the linear layer at `path`, which has `n_in` inputs here.
+    /// The masks of the linear layer at `path`, which has `n_in` inputs on this rank.
     pub fn of_layer(&self, path: &str, n_in: usize) -> LayerMask<'_> {
         LayerMask { mask: self, seed: self.seed_of(path), first_input: self.first_input(path, n_in), n_in }
     }
 
-    /// Index of the first of `n_in` inputs of the layer at `path` among those of the whole model.
+    /// Index of this rank's first input of the layer at `path` among all inputs of the full layer; `n_in`: number of inputs on this rank.
     pub fn first_input(&self, path: &str, n_in: usize) -> usize {
         match LinearSplit::of(path) {
             Some(LinearSplit::RowParallel) => self.shard.rank() * n_in,
@@ -81,10 +81,10 @@ impl DropoutMask {
 }
 
 impl LayerMask<'_> {
-    /// Zeroes and scales the inputs `(N, in)` of A in place.
+    /// Applies dropout in place to the inputs `(N, in)` of LoRA A.
     ///
     /// # Panics
-    /// Another number of rows than there are keys.
+    /// The number of rows differs from the number of keys.
     pub fn apply(&self, rows: &mut [f32]) {
         let DropoutMask { dropout, row_keys, .. } = self.mask;
         assert_eq!(rows.len(), row_keys.len() * self.n_in, "a key for each row");

@@ -49,12 +49,13 @@ impl ModelError {
         }
     }
 
-    /// A file that is cut, empty or not of its format: `expected`, such as `JSON`.
+    /// The error for a file that is truncated, empty or not of the format `expected`, such as `JSON`.
     pub(crate) fn unparsed(path: &Path, expected: &str, problem: impl std::fmt::Display) -> Self {
         Self::bad_file(path, format!("not {expected}: {problem}; {DOWNLOAD_AGAIN}"))
     }
 
-    /// Bytes that are no text are a file to replace; other errors say nothing about the content.
+    /// Maps an I/O error on the file at `path`: content that is not UTF-8 makes it a damaged file, other errors say nothing about the
+    /// content.
     pub(crate) fn io(path: &Path) -> impl FnOnce(io::Error) -> Self + '_ {
         move |source| match source.kind() {
             io::ErrorKind::InvalidData => Self::bad_file(path, format!("{source}; {DOWNLOAD_AGAIN}")),

@@ -14,30 +14,30 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-/// How a model is written.
+/// Settings of exporting a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExportSettings {
-    /// Type of all tensors; `None` leaves each as it is stored.
+    /// Type of all written tensors; `None` keeps the stored type of each.
     pub dtype: Option<DType>,
-    /// Bytes of tensors in one file, at most, but for a tensor that is larger by itself.
+    /// Maximum bytes of tensors in one file; a larger tensor gets a file of its own.
     pub max_shard_bytes: u64,
 }
 
 impl ExportSettings {
-    /// Bytes of one file of a published model.
+    /// Usual maximum size in bytes of one weight file of published models.
     pub const SHARD_BYTES: u64 = 5_000_000_000;
 }
 
-/// What was written.
+/// Summary of an exported model.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Exported {
-    /// Weights in all.
+    /// Number of parameters.
     pub n_parameters: u64,
-    /// Bytes of all tensors.
+    /// Total bytes of all tensors.
     pub n_bytes: u64,
-    /// Type of the tensors, as `config.json` names it.
+    /// Type of the written tensors, as `config.json` names it.
     pub dtype: String,
-    /// Files, sorted.
+    /// Names of the written files, sorted.
     pub files: Vec<String>,
 }
 
@@ -80,7 +80,7 @@ pub fn export_model(
     Ok(Exported { n_parameters, n_bytes, dtype: dtype_name(dtype).into(), files })
 }
 
-/// Copies all files of a model directory but its weights; `config.json` names the type in which weights are written.
+/// Copies all files of a model directory except the weights; `config.json` gets `dtype`, the type in which weights are written.
 ///
 /// # Errors
 /// A file cannot be read or written.
@@ -95,7 +95,7 @@ pub fn copy_model_files(from: &Path, to: &Path, dtype: DType) -> Result<(), Mode
     copy_companions(from, to)
 }
 
-/// A type as `config.json` names it.
+/// Name of a type in `config.json`, such as `bfloat16`.
 pub fn dtype_name(dtype: DType) -> &'static str {
     match dtype {
         DType::BF16 => "bfloat16",
@@ -117,7 +117,7 @@ impl OutTensor {
     }
 }
 
-/// The tensors of a model with an adapter's changes.
+/// The tensors of a model with an adapter merged into them.
 pub(crate) struct Merge<'a> {
     pub(crate) stored: &'a StoredModel,
     pub(crate) adapter: Option<&'a LoraAdapter>,
@@ -172,7 +172,7 @@ impl Merge<'_> {
     }
 }
 
-/// The values of a tensor that is written, in its type.
+/// Computes the values of a tensor that is written, in the type in which it is written.
 pub(crate) type ValueOf<'a> = &'a dyn Fn(&OutTensor) -> Result<Tensor, ModelError>;
 
 /// A tensor that is made when safetensors writes it.
@@ -275,7 +275,7 @@ fn make_readable(file: &std::fs::File) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The type of most of the bytes, for `config.json`.
+/// The type of most of the tensors' bytes, for `config.json`.
 pub(crate) fn main_dtype(tensors: &[OutTensor]) -> DType {
     let mut n_bytes: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
     for tensor in tensors {
@@ -333,7 +333,7 @@ pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     querl_core::fsx::write_atomic(path, format!("{value:#}\n").as_bytes()).map_err(ModelError::io(path))
 }
 
-/// A staging folder within `out`, which must be new or empty.
+/// Creates a staging folder within `out`, which must be new or empty.
 pub(crate) fn new_folder(out: &Path) -> Result<tempfile::TempDir, ModelError> {
     std::fs::create_dir_all(out).map_err(ModelError::io(out))?;
     let mut entries = std::fs::read_dir(out).map_err(ModelError::io(out))?;
@@ -343,7 +343,7 @@ pub(crate) fn new_folder(out: &Path) -> Result<tempfile::TempDir, ModelError> {
     tempfile::Builder::new().prefix(".new-").tempdir_in(out).map_err(ModelError::io(out))
 }
 
-/// Moves files, weights first: a folder with a `config.json` is complete.
+/// Moves the written files to a folder, weights first: a folder with a `config.json` is complete.
 pub(crate) fn move_files(from: &Path, to: &Path) -> Result<Vec<String>, ModelError> {
     let entries = std::fs::read_dir(from).map_err(ModelError::io(from))?;
     let names: Result<Vec<_>, _> = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect();

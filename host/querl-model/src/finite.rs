@@ -19,7 +19,7 @@ pub(crate) struct StoredTensor<'a> {
 }
 
 impl StoredTensor<'_> {
-    /// Checks that every value of its bytes is finite.
+    /// Checks that every value in `bytes` is finite.
     pub(crate) fn check(&self, dtype: DType, bytes: &[u8]) -> Result<(), ModelError> {
         match FloatFormat::from_name(dtype.as_str()).and_then(|format| first_not_finite(format, bytes)) {
             None => Ok(()),
@@ -43,7 +43,7 @@ fn first_not_finite(format: FloatFormat, bytes: &[u8]) -> Option<NotFinite> {
     })
 }
 
-/// Checks the tensors of a file that are in memory.
+/// Checks that all tensors of a file, already in memory, are finite.
 pub(crate) fn check_tensors<'a>(
     path: &Path,
     tensors: impl IntoIterator<Item = (&'a String, &'a Tensor)>,

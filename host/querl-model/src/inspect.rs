@@ -7,18 +7,18 @@ use crate::{Family, ModelError, RopeScaling, TextTokenizer};
 use serde::Serialize;
 use std::path::Path;
 
-/// A model directory.
+/// Summary of a model directory.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[allow(missing_docs)] // fields with the names of `DecoderConfig`
 pub struct ModelSummary {
     pub family: Family,
-    /// Weights, a tied head counted once.
+    /// Number of parameters, a tied head counted once.
     pub parameters: usize,
     /// Types of the stored tensors, as `config.json` names them, sorted.
     pub dtypes: Vec<&'static str>,
-    /// Files with weights.
+    /// Number of weight files.
     pub weight_files: usize,
-    /// Bytes of those files.
+    /// Total bytes of the weight files.
     pub bytes: u64,
     pub layers: usize,
     pub hidden_size: usize,
@@ -27,21 +27,21 @@ pub struct ModelSummary {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub vocab_size: usize,
-    /// Tokens of the tokenizer.
+    /// Vocabulary size of the tokenizer.
     pub tokenizer_vocab_size: usize,
-    /// Most tokens of a sequence.
+    /// Maximum number of tokens of a sequence.
     pub positions: usize,
-    /// Scaling of RoPE's frequencies.
+    /// Scaling of the rotary frequencies; `None` if they are not scaled.
     pub rope_scaling: Option<RopeScaling>,
-    /// The sliding window of attention.
+    /// Sliding window of attention in tokens; `None` if all layers have full attention.
     pub sliding_window: Option<usize>,
-    /// Layers with that window; the others have full attention.
+    /// Number of layers with the sliding window; the others have full attention.
     pub sliding_window_layers: usize,
-    /// Whether the head is the embedding.
+    /// Whether the head shares the weights of the embedding.
     pub tied_embedding: bool,
 }
 
-/// Looks at a model directory: configuration, tokenizer, names, types, shapes and values of its tensors.
+/// Reads a model directory: configuration, tokenizer, and the names, types, shapes and values of its tensors.
 ///
 /// # Errors
 /// A file is missing or damaged, the architecture is not supported, the tensors are not those of the configuration, or a value is NaN
@@ -84,39 +84,39 @@ pub fn inspect_model(directory: &Path) -> Result<ModelSummary, ModelError> {
     })
 }
 
-/// An adapter's folder.
+/// Summary of an adapter folder.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct AdapterSummary {
-    /// The base as the file names it.
+    /// Base model as `adapter_config.json` names it.
     pub base: Option<String>,
-    /// Numbers in all.
+    /// Number of parameters.
     pub parameters: usize,
-    /// Type of the stored tensors, as `config.json` would name it.
+    /// Type of the stored tensors, named as in `config.json`.
     pub dtype: &'static str,
-    /// Rows of A where no pattern says otherwise.
+    /// Rank of layers that no `rank_pattern` matches.
     pub rank: usize,
-    /// Numerator of the scale where no pattern says otherwise.
+    /// Alpha of layers that no `alpha_pattern` matches.
     pub alpha: f64,
-    /// Layers with a rank or alpha of their own in the configuration.
+    /// Number of entries in `rank_pattern` and `alpha_pattern`.
     pub patterns: usize,
-    /// Scale over the root of the rank.
+    /// Whether the scale is `alpha / sqrt(rank)` (rsLoRA) instead of `alpha / rank`.
     pub use_rslora: bool,
-    /// Whether it has DoRA magnitudes.
+    /// Whether the adapter has DoRA magnitudes.
     pub use_dora: bool,
-    /// Dropout that it was trained with.
+    /// Dropout probability of the adapter's training.
     pub dropout: f64,
-    /// Layers with matrices.
+    /// Number of adapted layers.
     pub adapted_layers: usize,
-    /// Modules that are saved whole.
+    /// Modules that are trained and saved in full.
     pub modules_to_save: Vec<String>,
 }
 
-/// Whether a folder is an adapter's.
+/// Whether a folder holds an adapter.
 pub fn is_adapter(directory: &Path) -> bool {
     directory.join(crate::adapter::CONFIG_FILE).is_file()
 }
 
-/// Looks at an adapter that PEFT or querl saved. Whether it fits a model is found when it is loaded on it.
+/// Reads an adapter that PEFT or querl saved. Whether it fits a base model is checked only when it is loaded on one.
 ///
 /// # Errors
 /// A file is missing or damaged, or the adapter uses what is not supported.

@@ -7,24 +7,24 @@ use crate::{DecoderConfig, ModelError};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Tokens of a block: as many as an AVX-512 register has lanes, so that one instruction sees one value of all their keys.
+/// Number of tokens in a block: as many as an AVX-512 register has lanes, so that one instruction sees one value of all their keys.
 pub const BLOCK_TOKENS: usize = 16;
 
 /// Keys that one thread block of a GPU attends to. A constant, so that a sequence's result does not depend on the rest of its batch.
 const SPLIT_KEYS: usize = 256;
 
-/// Number of parts into which a GPU divides the keys of an attention (split-K), for sequences of at most `max_length` keys. A shorter
-/// sequence leaves some of them empty, which does not change its result.
+/// Number of splits of the keys in split-K attention on a GPU, for sequences of at most `max_length` keys. A shorter sequence leaves some
+/// splits empty, which does not change its result.
 pub fn n_splits(max_length: usize) -> usize {
     max_length.div_ceil(SPLIT_KEYS).max(1)
 }
 
-/// Intermediate f32 values of split-K attention for `n` rows.
+/// Number of intermediate f32 values of split-K attention for `n` rows.
 pub fn split_values(n: usize, n_heads: usize, head_dim: usize, n_splits: usize) -> usize {
     if n_splits > 1 { n * n_heads * n_splits * (head_dim + 2) } else { 0 }
 }
 
-/// Layout of a block.
+/// Dimensions of a KV cache block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockShape {
     n_layers: usize,
@@ -32,7 +32,7 @@ pub struct BlockShape {
     pub(crate) head_dim: usize,
 }
 
-/// The blocks of one KV cache: on the CPU created as needed, on a GPU a fixed number.
+/// Pool of KV cache blocks: on the CPU they are allocated as needed, on a GPU their number is fixed.
 #[derive(Debug)]
 pub struct BlockPool {
     shape: BlockShape,
@@ -64,7 +64,7 @@ pub struct Block {
     pool: Arc<BlockPool>,
 }
 
-/// The block table of one sequence. A clone shares all blocks, and continues the same tokens in another way.
+/// The block table of one sequence. A clone shares all blocks, and can be extended by other tokens.
 #[derive(Clone)]
 pub struct SequenceKvCache {
     pool: Arc<BlockPool>,
@@ -112,12 +112,12 @@ impl BlockShape {
 }
 
 impl BlockPool {
-    /// In CPU memory, without a limit.
+    /// A pool in CPU memory, without a limit on the number of blocks.
     pub(crate) fn new(shape: BlockShape) -> Arc<Self> {
         Self::with(shape, Memory::Host(Mutex::default()))
     }
 
-    /// On a GPU with so many blocks.
+    /// A pool of `n_blocks` blocks in GPU memory.
     pub(crate) fn of_device(shape: BlockShape, n_blocks: usize) -> Arc<Self> {
         let free = (0..n_blocks as u32).rev().collect();
         Self::with(shape, Memory::Device(Mutex::new(DeviceBlocks { n_blocks, free, copies: Vec::new() })))
@@ -138,12 +138,12 @@ impl BlockPool {
         self.n_live.load(Ordering::Relaxed)
     }
 
-    /// Most blocks that were in use at once: on the CPU, those that are allocated.
+    /// Peak number of live blocks; on the CPU also the number allocated, since freed blocks are reused.
     pub(crate) fn n_peak(&self) -> usize {
         self.n_peak.load(Ordering::Relaxed)
     }
 
-    /// Blocks of a GPU; `None` on the CPU.
+    /// Number of blocks of a pool in GPU memory; `None` on the CPU.
     pub(crate) fn n_blocks(&self) -> Option<usize> {
         match &self.memory {
             Memory::Host(_) => None,
@@ -151,7 +151,7 @@ impl BlockPool {
         }
     }
 
-    /// Takes the pending copy-on-write block copies (source, destination): the GPU must make them before sequences write.
+    /// Removes and returns the pending copy-on-write block copies (source, destination); the GPU must make them before sequences write.
     pub fn take_copies(&self) -> Vec<[u32; 2]> {
         match &self.memory {
             Memory::Host(_) => Vec::new(),
@@ -215,7 +215,7 @@ impl Block {
         Ok(copy)
     }
 
-    /// Its number on the GPU.
+    /// Number of the block in GPU memory.
     pub fn number(&self) -> u32 {
         self.number
     }
@@ -236,12 +236,12 @@ impl Block {
 }
 
 impl SequenceKvCache {
-    /// An empty sequence.
+    /// The block table of an empty sequence.
     pub fn new(pool: &Arc<BlockPool>) -> Self {
         Self { pool: pool.clone(), blocks: Vec::new(), len: 0 }
     }
 
-    /// Number of tokens.
+    /// Number of tokens in the cache.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -260,7 +260,7 @@ impl SequenceKvCache {
         self.pool.shape
     }
 
-    /// See [`BlockPool::take_copies`].
+    /// Pending copy-on-write block copies of the pool; see [`BlockPool::take_copies`].
     pub fn take_copies(&self) -> Vec<[u32; 2]> {
         self.pool.take_copies()
     }

@@ -75,10 +75,10 @@ pub use sharding::Shard;
 pub use tokenizer::{TextTokenizer, TokenizerSettings, train_tokenizer};
 pub use transformer::{Keep, Pass, Recompute, backward};
 
-/// Limits the worker threads of all models in this process; 0 takes all cores. Only the first call counts.
+/// Sets the number of worker threads of all models in this process; 0 uses all cores. Only the first call has an effect.
 ///
-/// Of several, the calling thread is one: it trains, and to pass its work to others and sleep meanwhile would cost a tenth of the time
-/// on small models. A single worker is a thread of its own, so that waiting for the calling thread cannot deadlock.
+/// With several threads the calling thread is one of them: handing its work to others while it sleeps would cost a tenth of the time on
+/// small models. With one thread the worker is a separate thread, so that waiting for the calling thread cannot deadlock.
 pub fn set_threads(n_threads: usize) {
     let available = || std::thread::available_parallelism().map_or(1, usize::from);
     let n_threads = if n_threads == 0 { available() } else { n_threads };

@@ -22,20 +22,20 @@ const OLDEST: c_int = 22_602;
 #[error("{0}")]
 pub struct NcclError(String);
 
-/// NCCL, new enough and open until the process ends.
+/// NCCL of a supported version, open until the process ends.
 #[derive(Debug)]
 pub struct NcclLibrary {
-    /// For lookups of its functions.
+    /// The opened library, to look up functions in.
     pub library: Library,
-    /// As [`nccl_version_name`] takes it.
+    /// Version number, such as 22809 for 2.28.9; see [`nccl_version_name`].
     pub version: c_int,
 }
 
 impl NcclLibrary {
-    /// The oldest release that is accepted.
+    /// Version number of the oldest supported release.
     pub const OLDEST: c_int = OLDEST;
 
-    /// The library, opened at the first call.
+    /// Opens the library at the first call, and returns it.
     ///
     /// # Errors
     /// There is none, it cannot be opened, or it is too old; the message says what to do.
@@ -62,7 +62,7 @@ impl NcclLibrary {
     }
 }
 
-/// The version of NCCL that is found, such as `2.28.9`.
+/// The version of the installed NCCL, such as `2.28.9`.
 ///
 /// # Errors
 /// There is none, it cannot be opened, or it is too old; the message says what to do.
@@ -94,7 +94,7 @@ fn wanting(what: &str) -> NcclError {
     NcclError(format!("several GPUs need NCCL, and {LIBRARY} {what}: {remedy}"))
 }
 
-/// 22809 as `2.28.9`, and 2804, as versions were written before 2.9, as `2.8.4`.
+/// A version number of NCCL as text: 22809 as `2.28.9`, and 2804, in the scheme before 2.9, as `2.8.4`.
 pub fn nccl_version_name(version: c_int) -> String {
     let of_major = if version < 10_000 { 1000 } else { 10_000 };
     format!("{}.{}.{}", version / of_major, version % of_major / 100, version % 100)

@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Mixes all bits of a number.
+/// Hash of a 64-bit number: mixes all its bits.
 ///
 /// Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators" (`mix64` of SplitMix).
 pub fn mix(mut z: u64) -> u64 {
@@ -15,14 +15,14 @@ pub fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The golden ratio's odd multiple that SplitMix steps by.
+/// Increment of SplitMix: 2^64 over the golden ratio, as an odd number.
 pub const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 pub(crate) fn seed_of(seed: u64, name: &str) -> u64 {
     name.bytes().fold(mix(seed.wrapping_add(STEP)), |seed, byte| mix(seed.wrapping_add(STEP) ^ u64::from(byte)))
 }
 
-/// `n` normal numbers times `scale` (Box and Muller); two neighbours share a draw.
+/// `n` normally distributed numbers times `scale` (Box and Muller); each pair of neighbours comes from one draw.
 pub fn normal(n: usize, seed: u64, scale: f32) -> Vec<f32> {
     let mut values = vec![0.0; n];
     values.par_chunks_mut(2).enumerate().with_min_len(4096).for_each(|(pair, values)| {
@@ -31,7 +31,7 @@ pub fn normal(n: usize, seed: u64, scale: f32) -> Vec<f32> {
     values
 }
 
-/// The numbers of [`normal`] in some rows and columns of a matrix with `width` columns.
+/// The given rows and columns of a matrix with `width` columns that [`normal`] fills row by row.
 pub fn normal_part(rows: Range<usize>, columns: Range<usize>, width: usize, seed: u64, scale: f32) -> Vec<f32> {
     let mut values = vec![0.0; rows.len() * columns.len()];
     values.par_chunks_mut(columns.len().max(1)).zip(rows).for_each(|(values, row)| {

@@ -33,8 +33,8 @@ const QWEN3: [Row; 6] = [
 const TINY: Row = ("tiny", 128, 256, 2, 2, 1, 2048, true);
 
 impl DecoderConfig {
-    /// The shape of a published model, or of `tiny`, which is not one. `None` for any other name than those of
-    /// [`DecoderConfig::shape_names`]; case does not matter.
+    /// The shape of a published model, or of `tiny`, by name (upper and lower case are the same). `None` for a name that is neither `tiny`
+    /// nor one of [`DecoderConfig::shape_names`].
     pub fn of_shape(name: &str) -> Option<Self> {
         let of = |rows: &[Row], family| {
             rows.iter().find(|row| row.0.eq_ignore_ascii_case(name)).map(|&row| Self::from_row(row, family))
@@ -42,7 +42,7 @@ impl DecoderConfig {
         of(&QWEN2_5, Family::Qwen2).or_else(|| of(&QWEN3, Family::Qwen3)).or_else(|| of(&[TINY], Family::Qwen2))
     }
 
-    /// Names of published models whose shape is known.
+    /// Names of the published models for which [`DecoderConfig::of_shape`] has a shape.
     pub fn shape_names() -> impl Iterator<Item = &'static str> {
         QWEN2_5.iter().chain(&QWEN3).map(|row| row.0)
     }

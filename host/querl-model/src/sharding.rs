@@ -11,7 +11,7 @@ use candle_core::{Device, Result as TensorResult, Tensor};
 use querl_core::config::BaseDtype;
 use std::ops::Range;
 
-/// One rank's shard of a model.
+/// Which shard of a model a tensor-parallel rank holds: its rank, and the number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
     rank: usize,
@@ -21,13 +21,13 @@ pub struct Shard {
 /// How the weight `(out, in)` of a linear layer is split, by Megatron's names for the transposed weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LinearSplit {
-    /// By outputs: each rank computes some of the outputs from all inputs.
+    /// Split by outputs: each rank computes some of the outputs from all inputs.
     ColumnParallel,
-    /// By inputs: each rank computes a summand of all outputs.
+    /// Split by inputs: each rank computes a partial sum of all outputs from some of the inputs.
     RowParallel,
 }
 
-/// A range along one axis of a tensor; all of the other axis.
+/// A range along one axis of a tensor; the other axes are complete.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TensorSlice {
     pub(crate) axis: usize,
@@ -38,7 +38,7 @@ pub(crate) struct TensorSlice {
 pub(crate) enum Placement {
     Full,
     Slice(TensorSlice),
-    /// On another rank: a bias that must be added once to the sum over ranks.
+    /// The tensor is on another rank: a bias that must be added once to the sum over ranks.
     Absent,
 }
 
@@ -54,7 +54,7 @@ impl LinearSplit {
 }
 
 impl DecoderConfig {
-    /// The shape of one of `n_ranks` shards: fewer heads, narrower feed-forward layers.
+    /// The configuration of one of `n_ranks` shards: fewer heads, narrower feed-forward layers.
     pub fn of_rank(&self, n_ranks: usize) -> Self {
         Self {
             n_heads: self.n_heads / n_ranks,
@@ -122,7 +122,7 @@ impl Shard {
         }
     }
 
-    /// The rank, from 0.
+    /// The rank that holds the shard, from 0.
     pub fn rank(self) -> usize {
         self.rank
     }
@@ -165,7 +165,7 @@ impl Shard {
 }
 
 impl Ranks {
-    /// This rank's shard of a matrix along an axis.
+    /// This rank's shard of the matrix `full` along `axis`.
     ///
     /// # Errors
     /// There is no such axis.
@@ -187,7 +187,7 @@ impl Ranks {
     }
 }
 
-/// One rank's shard and process group; by default a model that is not split.
+/// The tensor-parallel shard of one rank and its process group; the default is a model that is not split.
 #[derive(Clone)]
 pub struct TensorParallel {
     shard: Shard,
@@ -207,7 +207,7 @@ impl std::fmt::Debug for TensorParallel {
 }
 
 impl TensorParallel {
-    /// One shard for each of `ranks`.
+    /// Makes this rank's tensor-parallel shard of a model split over all `ranks`.
     ///
     /// # Errors
     /// See [`Shard::check`].

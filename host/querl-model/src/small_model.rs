@@ -6,15 +6,15 @@ use serde::Deserialize;
 use serde_json::json;
 use std::path::Path;
 
-/// Type of the stored weights, half the size of f32, in which they are computed.
+/// Type of the stored weights: half the size of f32, in which the model computes.
 pub const STORED_DTYPE: DType = DType::BF16;
 
-/// Id of `<|endoftext|>`, which also pads.
+/// Token id of `<|endoftext|>`, which is also the padding token.
 pub const END_OF_TEXT_ID: u32 = 0;
 
 const SPECIAL_TOKENS: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
 
-/// Smallest vocabulary: the 256 bytes and the special tokens.
+/// Smallest vocabulary: the 256 byte tokens and the special tokens.
 pub const MIN_VOCABULARY: usize = 256 + SPECIAL_TOKENS.len();
 
 /// ChatML, the format of Qwen's instruct models.
@@ -37,7 +37,7 @@ pub struct Shape {
     pub n_heads: usize,
     pub n_kv_heads: usize,
     pub head_dim: usize,
-    /// Most tokens of a sequence.
+    /// Maximum number of tokens of a sequence.
     pub max_positions: usize,
 }
 

@@ -99,8 +99,8 @@ impl TextTokenizer {
         Ok(tokenizer)
     }
 
-    /// Tokens of a text. A control token in it (`<|im_end|>`) is encoded as text, unless the tokenizer has no other tokens for it; none
-    /// is added.
+    /// Token ids of a text. A control token in it (`<|im_end|>`) is encoded as text, unless the tokenizer has no other tokens for it; no
+    /// special token is added.
     ///
     /// # Errors
     /// The tokenizer fails.
@@ -111,7 +111,7 @@ impl TextTokenizer {
         }
     }
 
-    /// Tokens of a text in which control tokens are recognised, such as a rendered chat template; none is added.
+    /// Token ids of a text in which control tokens are recognised, such as a rendered chat template; no special token is added.
     ///
     /// # Errors
     /// The tokenizer fails.
@@ -136,8 +136,8 @@ impl TextTokenizer {
         if ids.is_empty() { Err(self.template.error("renders this conversation to no tokens")) } else { Ok(ids) }
     }
 
-    /// A response to learn: its tokens and the end-of-sequence token, after the empty thinking block of a policy that thinks. Encoded separately
-    /// from the prompt, so that fine-tuning sees the same tokens as a rollout does.
+    /// Token ids of a response to train on: its text and the end-of-sequence token, after the empty thinking block of a policy that thinks.
+    /// Encoded separately from the prompt, so that fine-tuning sees the same tokens as a rollout does.
     ///
     /// # Errors
     /// The tokenizer fails.
@@ -148,7 +148,7 @@ impl TextTokenizer {
         Ok(ids)
     }
 
-    /// Text of tokens, special ones left out.
+    /// Text of token ids, without special tokens.
     ///
     /// # Errors
     /// The tokenizer fails.
@@ -156,7 +156,7 @@ impl TextTokenizer {
         self.inner.decode(ids, true).map_err(|error| ModelError::Tokenizer(error.to_string()))
     }
 
-    /// Tokens that end a response.
+    /// Ids of the tokens that end a response.
     pub fn stop_ids(&self) -> &BTreeSet<u32> {
         &self.stop_ids
     }
@@ -169,7 +169,7 @@ impl TextTokenizer {
         self.eos_id
     }
 
-    /// Tokens, special ones included.
+    /// Vocabulary size, special tokens included.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
@@ -192,9 +192,9 @@ fn stop_ids(value: &Value, eos_id: u32) -> BTreeSet<u32> {
 
 /// Settings of a new tokenizer.
 pub struct TokenizerSettings<'a> {
-    /// Tokens, special ones included.
+    /// Vocabulary size, special tokens included.
     pub vocab_size: usize,
-    /// First ids, in order: `<|endoftext|>`, `<|im_start|>`, `<|im_end|>`.
+    /// Special tokens, which get the first ids in this order: `<|endoftext|>`, `<|im_start|>`, `<|im_end|>`.
     pub special_tokens: &'a [&'a str],
 }
 

@@ -5,11 +5,11 @@ use candle_core::Error;
 use querl_cuda::device::{Gpu, cuda_version};
 use serde_json::{Value, json};
 
-/// What the GPU can do a second.
+/// Peak rates of the GPU, measured in this run, per second.
 pub(crate) struct Rates {
-    /// Of a product in bf16.
+    /// Operations per second of a bf16 matrix product.
     pub(crate) operations: f64,
-    /// Read and written by a copy.
+    /// Bytes per second that a copy reads and writes.
     pub(crate) bytes: f64,
 }
 
@@ -22,7 +22,7 @@ impl Rates {
     }
 }
 
-/// One kernel in one call.
+/// Measurement of one kernel in one call.
 pub(crate) struct Line {
     case: String,
     kernel: &'static str,

@@ -33,7 +33,7 @@ impl<T> Buffer<T> {
     }
 }
 
-/// The first `len` values of a residual buffer.
+/// The first `len` values of a buffer of the residual.
 pub(super) struct Residual {
     buffer: Buffer<f32>,
     len: usize,
@@ -58,7 +58,7 @@ pub(super) struct Activations {
 
 type Norm = Arc<CudaSlice<f32>>;
 
-/// The last row of each sequence, on the GPU: see [`Rows::device_rows`].
+/// The last row of each sequence, on the GPU; a form of [`Rows::device_rows`].
 pub(super) struct LastRows {
     pub(super) words: Arc<CudaSlice<u32>>,
     pub(super) range: Range<usize>,
@@ -70,7 +70,7 @@ impl LastRows {
     }
 }
 
-/// Buffers for the largest pass: N rows, S sequences.
+/// Buffers for the largest forward pass: N rows, S sequences.
 pub(super) struct DecodeBackend {
     gpu: Gpu,
     x: Buffer<f32>,                // (N, H), the residual
@@ -109,7 +109,7 @@ impl DecodeBackend {
         })
     }
 
-    /// Rows of the embedding, widened.
+    /// Rows of the embedding for token ids, converted to f32.
     pub(super) fn embed(&self, embedding: &DeviceWeight, ids: &CudaView<'_, u32>) -> Result<Box<Residual>> {
         let (gpu, width) = (&self.gpu, embedding.dims().1);
         let x = Residual { buffer: self.x.clone(), len: ids.len() * width };
@@ -263,7 +263,7 @@ fn no_projection() -> Error {
     Error::Msg("activations that are not outputs of linear layers; internal error, please report it".into())
 }
 
-/// Keys and values of all layers in blocks, `(layers, blocks, kv_heads, 16, D)` each.
+/// Paged KV cache: keys and values of all layers in blocks, `(layers, blocks, kv_heads, 16, D)` each.
 pub(super) struct KvCache {
     pub(super) keys: CudaSlice<bf16>,
     pub(super) values: CudaSlice<bf16>,
@@ -288,7 +288,7 @@ pub(super) struct PagedAttention<'a> {
     pub(super) positions: CudaView<'a, u32>,
     pub(super) slots: CudaView<'a, u32>,
     pub(super) sequences: Sequences<'a>,
-    /// The rows that are queries; `None`: all.
+    /// The rows that are queries; `None` means all.
     pub(super) query_rows: Option<&'a LastRows>,
 }
 

@@ -8,49 +8,49 @@ use querl_model::DecoderConfig;
 use querl_model::backend::DecodeBufferSizes;
 use std::ops::Range;
 
-/// Lengths of the lists of a pass.
+/// Lengths of the lists that a forward pass reads.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct PassShape {
     pub(super) n_rows: usize,
-    /// Sequences in the pass: rows of the block tables.
+    /// Number of sequences in the pass: rows of the block tables.
     pub(super) n_tables: usize,
-    /// Blocks of a row of the block tables.
+    /// Number of blocks in a row of the block tables.
     pub(super) table_width: usize,
-    /// Whether each row is the only one of its sequence.
+    /// Whether each row of the pass is the only one of its sequence.
     pub(super) is_one_each: bool,
-    /// Responses that get a token.
+    /// Number of responses for which a token is sampled.
     pub(super) n_samples: usize,
-    /// Whether response `i` continues hidden state `i`.
+    /// Whether response `i` continues hidden state `i`, for all responses.
     pub(super) is_in_order: bool,
-    /// Tokens of a response that the logits processors read; 0 if they read none.
+    /// Row length of the token history uploaded per response for the logits processors; 0 if none of them reads it.
     pub(super) n_response_tokens: usize,
     pub(super) n_copies: usize,
 }
 
-/// Offsets of the lists in a frame, in words.
+/// Offsets of the lists in a frame, in words of 4 bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FrameLayout {
-    /// For each response a uniform number from 0 to 1, two words each.
+    /// A uniform random number from 0 to 1 for each response, in f64 (two words).
     pub(super) uniforms: Range<usize>,
     pub(super) tokens: Range<usize>,
     pub(super) positions: Range<usize>,
-    /// Slots of the KV cache, for each row.
+    /// KV cache slot of each row.
     pub(super) slots: Range<usize>,
-    /// Tokens that each row attends to.
+    /// Number of tokens that each row attends to.
     pub(super) lengths: Range<usize>,
-    /// The row of the block tables of each row; empty if they are in order.
+    /// Index into the block tables for each row; empty if row `i` has table `i`.
     pub(super) table_rows: Range<usize>,
-    /// The last row of each sequence, and its length; empty if each row is one.
+    /// Index of each sequence's last row, and the sequence's length; empty if each row is its sequence's only one.
     pub(super) last_rows: Range<usize>,
     pub(super) last_lengths: Range<usize>,
     pub(super) tables: Range<usize>,
-    /// The hidden state that each response continues; empty if they are in order.
+    /// Index of the hidden state that each response continues; empty if they are in order.
     pub(super) hidden_rows: Range<usize>,
-    /// Generated tokens of each response.
+    /// Number of generated tokens of each response.
     pub(super) n_generated: Range<usize>,
-    /// Copy-on-write block copies: (source, destination).
+    /// Copy-on-write block copies, each a (source, destination) pair.
     pub(super) copies: Range<usize>,
-    /// Tokens of the responses.
+    /// Generated tokens of the responses, for the logits processors.
     pub(super) responses: Range<usize>,
     pub(super) len: usize,
 }
@@ -84,20 +84,20 @@ impl FrameLayout {
     }
 }
 
-/// Memory of a policy's steps, allocated once for the largest: S sequences.
+/// Memory of a policy's decode steps, allocated once for the largest step, of S sequences.
 pub(super) struct StepBuffers {
     pub(super) sizes: DecodeBufferSizes,
     pub(super) backend: DecodeBackend,
     pub(super) hidden: CudaSlice<bf16>, // (S + 1, H), after the final norm
     pub(super) picked: CudaSlice<bf16>, // (S, H), by response
     pub(super) logits: CudaSlice<f32>,  // (some of S, V)
-    /// Logits before penalties, `(S, tokens of a response)`.
+    /// Logits before penalties, `(S, n_response_tokens)`.
     pub(super) original_logits: CudaSlice<f32>,
     pub(super) frame: Frame,
     pub(super) read_back: ReadBack,
-    /// Of the last frame that was sent.
+    /// Layout of the last frame that was sent.
     pub(super) layout: FrameLayout,
-    /// Tokens of the longest sequence of that frame.
+    /// Number of tokens of the longest sequence in that frame.
     pub(super) longest: usize,
     n_response_tokens: usize,
 }
@@ -137,7 +137,7 @@ impl StepBuffers {
         })
     }
 
-    /// Whether these buffers are large enough for decode steps of `sizes`.
+    /// Whether these buffers are large enough for decode steps of `sizes` with `n_response_tokens` tokens per response.
     pub(super) fn fits(&self, sizes: &DecodeBufferSizes, n_response_tokens: usize) -> bool {
         self.sizes.holds(sizes) && self.n_response_tokens >= n_response_tokens
     }

@@ -9,7 +9,7 @@ use querl_model::backend::AdaptedLinear;
 use querl_model::kernels::Weight;
 use std::cell::RefCell;
 
-/// Reads tensors that were made on one stream, for work on another.
+/// Reads tensors that were written on one CUDA stream, for work on another stream.
 pub(super) struct TensorReader<'g> {
     pub(super) gpu: &'g Gpu,
     tensor_gpu: &'g Gpu,
@@ -20,7 +20,7 @@ pub(super) struct TensorReader<'g> {
 }
 
 impl<'g> TensorReader<'g> {
-    /// `tensor_gpu`: the stream of the tensors.
+    /// `tensor_gpu`: the GPU with the stream on which the tensors were written.
     pub(super) fn new(gpu: &'g Gpu, tensor_gpu: &'g Gpu) -> Result<Self> {
         gpu.wait_for(tensor_gpu)?;
         Ok(Self { gpu, tensor_gpu, copies: RefCell::default(), non_finite: RefCell::new(gpu.zeros(1)?) })
@@ -51,7 +51,7 @@ impl<'g> TensorReader<'g> {
         self.read_trained(tensor, |values| self.gpu.to_bf16_into(values, to))
     }
 
-    /// A frozen weight itself; of a trained one a copy of its current values, rounded.
+    /// The weight of a linear layer: a frozen weight itself, or a copy of a trained weight's current values, rounded to bf16.
     pub(super) fn weight(&self, weight: &Weight) -> Result<DeviceWeight> {
         match weight {
             Weight::Accelerator(weight) => Ok(gpu_weight(&**weight)?.clone()),
@@ -59,11 +59,13 @@ impl<'g> TensorReader<'g> {
                 let (n_out, n_in) = tensor.dims2()?;
                 DeviceWeight::new(self.read_trained(tensor, |values| self.gpu.to_bf16(values))?, n_out, n_in)
             }
-            Weight::Frozen(_) => bail!("a weight on the CPU in a decoder on a GPU"),
+            Weight::Frozen(_) => {
+                bail!("a frozen weight is in CPU memory but the decoder is on a GPU; internal error, please report it")
+            }
         }
     }
 
-    /// The tensors may be written or freed after this.
+    /// Ends reading: the tensors may be written or freed after this. Fails if a trained value is NaN or Inf.
     pub(super) fn finish(self) -> Result<()> {
         self.tensor_gpu.wait_for(self.gpu)?;
         // With such values every score is NaN; reported here, as on the CPU, and not at the first sampled token.
@@ -74,13 +76,13 @@ impl<'g> TensorReader<'g> {
     }
 }
 
-/// Linear layers with the same input: their matrices A are concatenated to one product.
+/// Linear layers that read the same input: their LoRA A matrices are concatenated for one product.
 pub(super) struct LinearGroup {
-    /// `(sum of ranks, in)`.
+    /// LoRA A of all members, `(sum of ranks, in)`; `None` without an adapter.
     pub(super) lora_a: Option<CudaSlice<bf16>>,
     pub(super) lora_width: usize,
     pub(super) members: Vec<DecodeLinear>,
-    /// Of each member LoRA B, DoRA's factor and the bias, as kernels read them.
+    /// LoRA B, DoRA's factor and the bias of each member, as kernels read them.
     pub(super) epilogues: CudaSlice<Epilogue>,
     uploaded: Vec<Epilogue>,
 }
@@ -109,7 +111,7 @@ impl LinearGroup {
         Ok(group)
     }
 
-    /// Whether the adapter's matrices of these linear layers can replace the current ones in captured graphs.
+    /// Whether the matrices of an adapter for these linear layers can replace the current ones in captured CUDA graphs.
     pub(super) fn fits(&self, linears: &[AdaptedLinear<'_>]) -> bool {
         let is_plain = self.is_plain();
         self.members.iter().zip(linears).all(|(member, linear)| {
@@ -121,7 +123,7 @@ impl LinearGroup {
         })
     }
 
-    /// Overwrites the adapter's matrices.
+    /// Overwrites the matrices of the adapter in place.
     pub(super) fn replace(&mut self, reader: &TensorReader<'_>, linears: &[AdaptedLinear<'_>]) -> Result<()> {
         let gpu = reader.gpu;
         for (member, linear) in self.members.iter_mut().zip(linears) {
@@ -145,7 +147,7 @@ impl LinearGroup {
         Ok(())
     }
 
-    /// Whether cuBLAS alone can add the product to the residual.
+    /// Whether no member has a bias or a DoRA factor, so that cuBLAS alone can add the products to the residual.
     pub(super) fn is_plain(&self) -> bool {
         self.members.iter().all(|member| member.bias.is_none() && member.factor.is_none())
     }
@@ -154,7 +156,7 @@ impl LinearGroup {
         self.members[0].weight.dims().1
     }
 
-    /// LoRA A's output of `n` rows, which `buffer` begins with.
+    /// LoRA A's output of `n` rows, stored at the start of `buffer`.
     pub(super) fn lora_a_out<'b>(&self, buffer: &'b CudaSlice<bf16>, n: usize) -> LoraAOut<'b> {
         LoraAOut { values: buffer.slice(..n * self.lora_width), width: self.lora_width }
     }

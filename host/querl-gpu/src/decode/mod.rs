@@ -45,7 +45,7 @@ use querl_model::{ComputeDevice, Decoder, DecoderConfig, GpuUse, LoraAdapter, Mo
 use step::{GraphCache, Step};
 use weights::PolicyWeights;
 
-/// A policy on a GPU, with its KV cache and the memory of its steps.
+/// A policy on a GPU, with its KV cache and the buffers of its decode steps.
 pub(crate) struct GpuPolicy {
     /// With its own stream: generation may overlap training.
     gpu: Gpu,
@@ -61,7 +61,7 @@ pub(crate) struct GpuPolicy {
 }
 
 impl GpuPolicy {
-    /// `gpu`: that of the decoder's tensors.
+    /// `gpu`: the GPU that holds the decoder's tensors.
     pub(crate) fn new(gpu: &Gpu, decoder: &Decoder, adapter: Option<&LoraAdapter>) -> Result<Self, ModelError> {
         ComputeDevice::check_gpu_head_dim(decoder.config().head_dim, GpuUse::Generation)
             .map_err(|error| ModelError::Generation(format!("{error}; set `device = \"cpu\"`")))?;

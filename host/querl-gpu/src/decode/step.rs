@@ -41,7 +41,7 @@ pub(super) struct GraphCache {
 }
 
 impl GraphCache {
-    /// `can_capture`: whether steps allocate nothing and no rank waits for another one within a step.
+    /// `can_capture`: whether decode steps allocate nothing and no rank waits for another rank within a step.
     pub(super) fn new(can_capture: bool) -> Self {
         Self { graphs: HashMap::new(), can_capture }
     }
@@ -103,7 +103,7 @@ impl Step<'_> {
         self.choose(units, is_decode, rules)
     }
 
-    /// Extends the sequences' KV caches, and copies the lists that the kernels read to the GPU.
+    /// Extends the sequences' KV caches, and copies the lists that the kernels read to the GPU as one frame.
     fn send(
         &mut self,
         units: &mut [ScheduledSequence<'_>],

@@ -9,7 +9,7 @@ use querl_model::kernels::Weight;
 use querl_model::{Decoder, LoraAdapter, ModelError};
 use std::sync::Arc;
 
-/// A policy ready to decode with. It does not follow later training.
+/// Weights of a policy, prepared for decoding. Later training does not change them.
 pub(super) struct PolicyWeights {
     pub(super) context: LayerContext,
     pub(super) layers: Vec<TransformerLayer<DecodeBackend>>,
@@ -22,7 +22,7 @@ pub(super) struct PolicyWeights {
 }
 
 impl PolicyWeights {
-    /// `tensor_gpu`: the stream of the decoder's tensors.
+    /// `tensor_gpu`: the GPU with the stream on which the decoder's tensors were written.
     pub(super) fn new(
         gpu: &Gpu,
         tensor_gpu: &Gpu,
@@ -50,8 +50,8 @@ impl PolicyWeights {
         Ok(weights)
     }
 
-    /// Overwrites this policy by another one; captured graphs stay valid. Returns false, and changes nothing, if shapes or scales
-    /// differ. After an error the weights must not be used.
+    /// Overwrites this policy with another one, so that captured CUDA graphs stay valid. Returns false, and changes nothing, if shapes or
+    /// scales differ. After an error the weights must not be used.
     pub(super) fn replace(
         &mut self,
         gpu: &Gpu,
@@ -84,13 +84,13 @@ impl PolicyWeights {
         Ok(true)
     }
 
-    /// Whether a step allocates nothing after the first, so that it can be captured: rows of a packed embedding are unpacked into
-    /// new memory.
+    /// Whether a decode step allocates nothing after the first, so that it can be captured: with a packed embedding, rows are unpacked into
+    /// new memory at each step.
     pub(super) fn can_be_captured(&self) -> bool {
         self.embedding.bf16().is_some()
     }
 
-    /// Largest sum of ranks of linear layers with the same input.
+    /// Largest sum of LoRA ranks of linear layers with the same input.
     pub(super) fn lora_width(&self) -> usize {
         let groups = |layer: &TransformerLayer<DecodeBackend>| {
             [&layer.qkv, &layer.o, &layer.gate_up, &layer.down].map(|group| group.lora_width)

@@ -7,19 +7,19 @@ use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DevicePtr};
 use candle_core::{Result, bail};
 use querl_model::AdamWStep;
 
-/// A trained tensor with its gradient and moments, of one length. The GPU writes `values`, `first` and `second`, in the order of the
-/// stream; candle's tensors can only be borrowed for reading.
+/// A trained tensor with its gradient and moments, all of the same length. The GPU writes `values`, `first` and `second` in stream order;
+/// candle's tensors can only be borrowed for reading.
 pub struct AdamTensor<'a> {
     pub values: CudaView<'a, f32>,
-    /// Before clipping.
+    /// Gradient before clipping.
     pub gradient: CudaView<'a, f32>,
     pub first: CudaView<'a, f32>,
     pub second: CudaView<'a, f32>,
-    /// Weight-decay multiplier `1 - lr * weight_decay`; 1 for 1-D parameters.
+    /// Factor of weight decay on the values, `1 - lr * weight_decay`; 1 for 1-D parameters.
     pub decay: f32,
 }
 
-/// The global norm of gradients and the factor of clipping, on the GPU: `(2)`.
+/// Global L2 norm of gradients and the factor to multiply them by, in GPU memory: `(2)`.
 pub struct GradientNorm {
     values: CudaSlice<f32>,
 }
@@ -28,7 +28,7 @@ pub struct GradientNorm {
 const CHUNK: usize = 8192;
 
 impl GradientNorm {
-    /// The norm before clipping, and the factor; synchronises.
+    /// Reads the norm before clipping and the factor on gradients; synchronises.
     pub fn read(&self, gpu: &Gpu) -> Result<(f32, f32)> {
         match gpu.download(&self.values)?[..] {
             [norm, scale] => Ok((norm, scale)),
@@ -59,7 +59,7 @@ impl Table {
 }
 
 impl Gpu {
-    /// Global norm of all gradients times `scale`, and `scale` times the factor of clipping to `max_norm`.
+    /// Global L2 norm of all gradients times `scale`, and `scale` times the factor of clipping to `max_norm`, in GPU memory.
     ///
     /// Source: torch `clip_grad_norm_`.
     pub fn gradient_norm(
@@ -90,12 +90,12 @@ impl Gpu {
         Ok(GradientNorm { values })
     }
 
-    /// A norm and factor that the host has computed.
+    /// A [`GradientNorm`] from a norm and a factor that the host has computed.
     pub fn known_norm(&self, norm: f32, factor: f32) -> Result<GradientNorm> {
         Ok(GradientNorm { values: self.upload(&[norm, factor])? })
     }
 
-    /// One step for every tensor. Gradients are multiplied by the factor of `norm`.
+    /// One AdamW step for all tensors in place. Gradients are multiplied by the factor of `norm`.
     pub fn adamw(&self, tensors: &[AdamTensor<'_>], step: AdamWStep, norm: Option<&GradientNorm>) -> Result<()> {
         let mut table = Table::default();
         for AdamTensor { values, gradient, first, second, decay } in tensors {

@@ -30,7 +30,7 @@ const LEAST_TILES_PER_ITEM: usize = 8;
 /// The only item of its tile of keys: it has no place in the parts.
 const ALONE: u32 = u32::MAX;
 
-/// Which rows of a tree are queries, and which tiles see each other.
+/// The query rows of a prefix tree, and which tiles of queries and keys see each other.
 pub struct TreeQueries {
     n_queries: usize,
     n_rows: usize,
@@ -134,7 +134,7 @@ impl TreeQueries {
         Self::new(gpu, tree, (0..tree.n_rows() as u32).collect())
     }
 
-    /// Some rows, in rising order.
+    /// The rows with these indices, in ascending order, as queries.
     pub fn some(gpu: &Gpu, tree: &RowTree, rows: &[u32]) -> Result<Self> {
         if rows.windows(2).any(|pair| pair[0] >= pair[1]) {
             bail!("attention: the rows of queries do not rise");
@@ -217,8 +217,8 @@ impl Heads {
 }
 
 impl Gpu {
-    /// Softmax attention, each query over its own sequence up to itself, and the logarithms of the sums of exponentials
-    /// `(heads, queries)`, which the backward pass wants again.
+    /// Softmax attention of each query over its own sequence up to itself. Also returns the log-sum-exp of the scores, `(heads, queries)`,
+    /// for the backward pass.
     ///
     /// `q`: `(queries, heads * D)`; `k`, `v`: `(N, kv_heads * D)`. Returns `(queries, heads * D)` bf16.
     ///
@@ -257,7 +257,7 @@ impl Gpu {
         Ok((out, logsumexp))
     }
 
-    /// Gradients of queries, keys and values for the gradient `grad` of [`Gpu::attend`]'s result `out`.
+    /// Gradients of queries, keys and values for the gradient `grad` of [`Gpu::attend`]'s output `out`.
     #[allow(clippy::too_many_arguments)] // the twin's arguments, with the three of the forward pass apart
     pub fn attention_gradients(
         &self,

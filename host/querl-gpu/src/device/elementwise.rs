@@ -9,12 +9,12 @@ use candle_core::{Result, bail};
 use half::bf16;
 use std::ops::Range;
 
-/// What our kernels compute with: f32 and bf16.
+/// Number type of kernels: f32 or bf16.
 pub trait Element: DeviceRepr + ValidAsZeroBits + CudaDType + Copy + 'static {
-    /// cuBLAS's name of the type.
+    /// The type in cuBLAS.
     const CUDA_TYPE: cudaDataType;
 
-    /// One of two kernels: the first is for f32, the second for bf16.
+    /// The kernel for this type: `names[0]` is for f32, `names[1]` for bf16.
     fn kernel(names: [&'static str; 2]) -> &'static str;
 }
 
@@ -42,26 +42,26 @@ pub(super) fn same_length(what: &str, a: usize, b: usize) -> Result<()> {
 }
 
 impl Gpu {
-    /// Rounds to bf16.
+    /// Rounds values to bf16.
     pub fn to_bf16(&self, x: &impl DevicePtr<f32>) -> Result<CudaSlice<bf16>> {
         let mut y = self.alloc(x.len())?;
         self.to_bf16_into(x, &mut y)?;
         Ok(y)
     }
 
-    /// Rounds to bf16, into memory that is there.
+    /// Like [`Gpu::to_bf16`], into existing memory.
     pub fn to_bf16_into(&self, x: &impl DevicePtr<f32>, y: &mut impl DevicePtrMut<bf16>) -> Result<()> {
         same_length("to_bf16", y.len(), x.len())?;
         self.over("to_bf16", x.len(), &mut [self.input(x), self.output(y), x.len().into()])
     }
 
-    /// Sets `mark`, one number, to 1 where a value is not finite in bf16, and leaves it as it is elsewhere.
+    /// Sets `mark`, a single number, to 1 if a value is not finite in bf16; otherwise leaves it as it is.
     pub fn mark_not_finite(&self, x: &impl DevicePtr<f32>, mark: &mut impl DevicePtrMut<u32>) -> Result<()> {
         same_length("mark_not_finite", mark.len(), 1)?;
         self.over("mark_not_finite", x.len(), &mut [self.input(x), self.output(mark), x.len().into()])
     }
 
-    /// Widens to f32.
+    /// Converts values to f32.
     pub fn to_f32(&self, x: &impl DevicePtr<bf16>) -> Result<CudaSlice<f32>> {
         let mut y = self.alloc(x.len())?;
         self.over("to_f32", x.len(), &mut [self.input(x), self.output(&mut y), x.len().into()])?;
@@ -74,7 +74,7 @@ impl Gpu {
         self.over("add", x.len(), &mut [self.output(sum), self.input(x), x.len().into()])
     }
 
-    /// `silu(gate) * up`: counterpart of `kernels::gated`.
+    /// `silu(gate) * up`: counterpart of [`querl_model::kernels::swiglu`].
     pub fn swiglu(&self, gate: &impl DevicePtr<bf16>, up: &impl DevicePtr<bf16>) -> Result<CudaSlice<bf16>> {
         same_length("swiglu", up.len(), gate.len())?;
         let mut y = self.alloc(gate.len())?;
@@ -83,8 +83,8 @@ impl Gpu {
         Ok(y)
     }
 
-    /// [`Gpu::gated`]'s result again, and the gradients of `gate` and `up` for its gradient: twin of
-    /// `kernels::swiglu_gradients`.
+    /// The result of [`Gpu::swiglu`] again, and the gradients of `gate` and `up` for the gradient of this result: counterpart of
+    /// [`querl_model::kernels::swiglu_backward`].
     pub fn swiglu_gradients(
         &self,
         gate: &impl DevicePtr<bf16>,
@@ -101,8 +101,8 @@ impl Gpu {
         Ok([y, dgate, dup])
     }
 
-    /// Rows of a table `(n, width)`, widened: `(ids, width)` f32. Twin of `FrozenWeight::rows`; the caller has checked that ids
-    /// are below `n`, a row beyond it is zeros.
+    /// Rows by id of a table `(n, width)`, converted to f32: `(ids, width)`. Counterpart of `FrozenWeight::rows`. The caller must check
+    /// that ids are below `n`; a larger id gives zeros.
     pub fn rows(
         &self,
         table: &impl DevicePtr<bf16>,
@@ -114,7 +114,7 @@ impl Gpu {
         Ok(y)
     }
 
-    /// The same, into memory that is there.
+    /// Like [`Gpu::rows`], into existing memory.
     pub fn rows_into(
         &self,
         table: &impl DevicePtr<bf16>,
@@ -129,7 +129,7 @@ impl Gpu {
         self.over("gather_rows", ids.len() * width, &mut args)
     }
 
-    /// The listed rows of `all` `(N, width)`; a row beyond the last is zeros.
+    /// The listed rows of `all` `(N, width)`; an index of N or more gives zeros.
     pub fn pick<T: Element>(
         &self,
         all: &impl DevicePtr<T>,
@@ -141,7 +141,7 @@ impl Gpu {
         Ok(y)
     }
 
-    /// The same, into memory that is there.
+    /// Like [`Gpu::pick`], into existing memory.
     pub fn pick_into<T: Element>(
         &self,
         all: &impl DevicePtr<T>,
@@ -156,7 +156,7 @@ impl Gpu {
         self.over(T::kernel(["pick_f32", "pick_bf16"]), list.len() * width, &mut args)
     }
 
-    /// Adds `picked` `(list, width)` to the listed rows of `all` `(N, width)`. No row is listed twice.
+    /// Adds `picked` `(list, width)` to the listed rows of `all` `(N, width)`. No row may be listed twice.
     pub fn add_picked(
         &self,
         all: &mut impl DevicePtrMut<f32>,
@@ -171,7 +171,7 @@ impl Gpu {
         self.over("add_picked", picked.len(), &mut args)
     }
 
-    /// `n` rows of `row` each, as the start of a product that is added to them.
+    /// `n` copies of `row`, to which a product is added.
     pub(super) fn repeated<T: Element>(&self, row: &impl DevicePtr<f32>, n: usize) -> Result<CudaSlice<T>> {
         let mut y = self.alloc(n * row.len())?;
         let mut args = [self.input(row), self.output(&mut y), n.into(), row.len().into()];
@@ -200,7 +200,7 @@ pub(super) fn whole_rows(what: &str, len: usize, width: usize) -> Result<usize> 
 }
 
 impl Gpu {
-    /// `factors * x + bias` in each row of `x` `(N, width)`; factors and bias: `(width)`.
+    /// `factors * x + bias` for each row of `x` `(N, width)`; factors and bias: `(width)`.
     pub fn scaled_columns(
         &self,
         x: &impl DevicePtr<f32>,
@@ -212,7 +212,7 @@ impl Gpu {
         Ok(y)
     }
 
-    /// The same, added to `y`.
+    /// Adds `factors * x + bias` to `y`; see [`Gpu::scaled_columns`].
     pub fn add_scaled_columns(
         &self,
         x: &impl DevicePtr<f32>,
@@ -223,7 +223,7 @@ impl Gpu {
         self.scale(["scale_columns_f32_f32", "scale_columns_f32_bf16"], x, factors, bias, y, 1)
     }
 
-    /// `factors * x` of values in bf16.
+    /// `factors * x` for each row of `x` `(N, width)` in bf16; factors: `(width)`.
     pub fn scaled_values(&self, x: &impl DevicePtr<bf16>, factors: &impl DevicePtr<f32>) -> Result<CudaSlice<bf16>> {
         let mut y: CudaSlice<bf16> = self.alloc(x.len())?;
         self.scale(["scale_columns_bf16_bf16"; 2], x, factors, None, &mut y, 0)?;
@@ -258,7 +258,7 @@ impl Gpu {
         unsafe { self.launch(To::kernel(names), [blocks, 1, 1], THREADS, 0, &mut args) }
     }
 
-    /// Sums over the rows of `a` times `b`, value by value, or of `a` alone: `(width)`.
+    /// Sum over the rows of `a` times `b`, value by value, or of `a` alone if there is no `b`: `(width)`.
     pub fn column_totals(
         &self,
         a: &impl DevicePtr<bf16>,
@@ -281,7 +281,7 @@ impl Gpu {
     }
 }
 
-/// For each of some rows the places that name it, in their order.
+/// Inverse of a list of row indices: for each row, the positions in the list that name it, ascending.
 pub struct InverseIndex {
     /// Where each row's list begins, `(rows + 1)`.
     starts: CudaSlice<u32>,
@@ -291,7 +291,7 @@ pub struct InverseIndex {
 }
 
 impl InverseIndex {
-    /// `places`: rows below `n_rows`.
+    /// `places`: the list of row indices, all below `n_rows`.
     pub fn new(gpu: &Gpu, places: &[u32], n_rows: usize) -> Result<Self> {
         let (starts, index) = lists(places, n_rows)?;
         Ok(Self { starts: gpu.upload(&starts)?, index: gpu.upload(&index)?, n_rows })
@@ -314,7 +314,8 @@ fn lists(places: &[u32], n_rows: usize) -> Result<(Vec<u32>, Vec<u32>)> {
 }
 
 impl Gpu {
-    /// `(rows, width)`: for each row the sum of the rows of `grad` `(places, width)` that name it.
+    /// For each row, the sum of the rows of `grad` `(places, width)` whose list entry names it: `(rows, width)`. The backward pass of
+    /// picking rows.
     pub fn sum_rows(&self, grad: &impl DevicePtr<f32>, namers: &InverseIndex, width: usize) -> Result<CudaSlice<f32>> {
         same_length("sum_rows", whole_rows("sum_rows", grad.len(), width)?, namers.index.len())?;
         let mut out = self.alloc(namers.n_rows * width)?;
@@ -331,7 +332,7 @@ impl Gpu {
         Ok(out)
     }
 
-    /// `n` normal numbers times `scale`; see [`querl_model::random`].
+    /// `n` normally distributed numbers times `scale`; see [`querl_model::random`].
     pub fn normal(&self, n: usize, seed: u64, scale: f32) -> Result<CudaSlice<bf16>> {
         let mut values = self.alloc(n)?;
         let mut args = [self.output(&mut values), n.into(), seed.into(), scale.into()];
@@ -340,7 +341,7 @@ impl Gpu {
         Ok(values)
     }
 
-    /// The same numbers where they stand in a matrix of `width` columns: of its rows and columns some.
+    /// The given rows and columns of a matrix with `width` columns that [`Gpu::normal`] fills row by row.
     pub fn normal_part(
         &self,
         rows: Range<usize>,

@@ -66,7 +66,7 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// The same GPU with a stream, a cuBLAS handle and staging memory of its own, so that work overlaps (see [`Gpu::wait_for`]).
+    /// A handle of the same GPU with its own stream, cuBLAS handle and staging memory, so that work overlaps (see [`Gpu::wait_for`]).
     /// Tensors are created on the first stream.
     pub fn with_new_stream(&self) -> Result<Self> {
         let stream = self.inner.stream.context().new_stream().map_err(Error::wrap)?;
@@ -81,7 +81,7 @@ impl Gpu {
         self.inner.stream.join(&other.inner.stream).map_err(Error::wrap)
     }
 
-    /// The open GPU whose tensors are on `device`.
+    /// The open GPU that holds tensors of `device`.
     pub fn of(device: &Device) -> Result<Self> {
         let Device::Cuda(device) = device else { bail!("expected a tensor on a GPU; got one on the CPU") };
         let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -137,7 +137,7 @@ impl Gpu {
         }
     }
 
-    /// Uninitialised memory: everything must be written before it is read.
+    /// Allocates uninitialised memory: everything must be written before it is read.
     pub(crate) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<CudaSlice<T>> {
         if len == 0 {
             return self.empty();
@@ -155,9 +155,9 @@ impl Gpu {
         }
     }
 
-    /// Memory for at least `len` values of a packed weight, unpacked for a product. It is the same at each call, and grows if it is too
-    /// small: the stream orders writes of the next user after the product that reads it. A second weight at the same time gets its own
-    /// memory.
+    /// Shared memory for at least `len` values of a packed weight, unpacked for a product. Each call returns the same memory, which grows
+    /// if it is too small: stream order puts the next user's writes after the product that reads it. A second weight unpacked at the same
+    /// time gets its own memory.
     pub(super) fn unpack_buffer(&self, len: usize) -> Result<UnpackBuffer<'_>> {
         let mut memory = match self.inner.unpack_buffer.try_lock() {
             Ok(memory) => memory,
@@ -171,7 +171,7 @@ impl Gpu {
         Ok(UnpackBuffer::Shared(memory))
     }
 
-    /// Copies values to the GPU; the host does not wait for the copy of few values.
+    /// Copies values to the GPU. For few values the host does not wait for the copy.
     pub fn upload<T: DeviceRepr + Copy>(&self, values: &[T]) -> Result<CudaSlice<T>> {
         let mut to = self.alloc(values.len())?;
         match size_of_val(values) {
@@ -208,12 +208,12 @@ impl Gpu {
         self.inner.stream.clone_dtod(values).map_err(Error::wrap)
     }
 
-    /// The address of values, for reading.
+    /// The address of values that a kernel reads.
     pub(super) fn input<T>(&self, values: &impl DevicePtr<T>) -> Arg {
         Arg::pointer(values.device_ptr(&self.inner.stream).0)
     }
 
-    /// The address of values, for writing.
+    /// The address of values that a kernel writes.
     pub(super) fn output<T>(&self, values: &mut impl DevicePtrMut<T>) -> Arg {
         Arg::pointer(values.device_ptr_mut(&self.inner.stream).0)
     }
@@ -318,7 +318,7 @@ fn prepare(handle: &CudaBlas, workspace: &CudaSlice<u8>, stream: &CudaStream) ->
 }
 
 impl Gpu {
-    /// Memory in use, after waiting for submitted work.
+    /// Device memory in use, after waiting for submitted work.
     pub fn memory(&self) -> Result<DeviceMemory> {
         self.synchronize()?;
         let (free, total) = self.stream().context().mem_get_info().map_err(Error::wrap)?;

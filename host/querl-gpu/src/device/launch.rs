@@ -9,8 +9,8 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// One argument. The driver reads as many bytes as the kernel declares, and GPUs are little-endian: a `usize` can be passed as
-/// `int` and as `long long`.
+/// One kernel argument. The driver reads as many bytes as the kernel declares, and GPUs are little-endian: a `usize` can be passed as `int`
+/// and as `long long`.
 pub(super) struct Arg(u64);
 
 impl Arg {
@@ -18,7 +18,7 @@ impl Arg {
         Self(address)
     }
 
-    /// An argument that is not given.
+    /// A null pointer, for an optional argument that is absent.
     pub(super) fn null() -> Self {
         Self(0)
     }
@@ -63,7 +63,7 @@ pub(super) const THREADS: usize = 256;
 /// Values that a thread of an element-wise kernel reads at a time: 16 bytes of bf16.
 const VALUES_PER_THREAD: usize = 8;
 
-/// Blocks of an element-wise kernel over `n` values, at most as many as fill the GPU: threads have grid-stride loops.
+/// Number of blocks of an element-wise kernel over `n` values: at most as many as fill the GPU, since threads have grid-stride loops.
 pub(super) fn blocks_for(n: usize, n_processors: usize) -> usize {
     n.div_ceil(THREADS * VALUES_PER_THREAD).min(n_processors * 16)
 }
@@ -78,7 +78,7 @@ pub(super) fn count() {
     LAUNCHES.set(LAUNCHES.get() + 1);
 }
 
-/// Kernels and products that this thread has launched, except by CUDA graphs.
+/// Number of kernels and products that this thread has launched, except by CUDA graphs.
 #[cfg(test)]
 pub(crate) fn n_launches() -> usize {
     LAUNCHES.get()
@@ -182,7 +182,7 @@ impl Gpu {
         Ok((done, timed.collect::<Result<_>>()?))
     }
 
-    /// Launches something, between two events during a trace.
+    /// Runs `launch`, between two events if a trace is active.
     pub(super) fn timed<R>(&self, name: &'static str, launch: impl FnOnce() -> Result<R>) -> Result<R> {
         if !self.trace().is_on.load(Ordering::Relaxed) || self.is_capturing() {
             return launch();

@@ -1,5 +1,5 @@
-//! Log-probabilities and entropies from hidden states and the language-model head, a part of the vocabulary at a time: twin of
-//! `kernels::logprobs`.
+//! Log-probabilities and entropies from hidden states and the language-model head, a chunk of the vocabulary at a time: counterpart of
+//! [`querl_model::kernels::token_logprobs`].
 
 use super::elementwise::same_length;
 use super::gpu::Gpu;
@@ -11,7 +11,7 @@ use half::bf16;
 use querl_model::kernels::{GPU_LOGITS, GPU_LOGITS_PER_ROW};
 use std::ops::Range;
 
-/// What the forward pass found for each row, for the backward pass.
+/// Sums of each row, saved by the forward pass for the backward pass.
 pub struct LogprobRows {
     /// Logarithm of the sum of exponentials, and entropy: `(N, 2)`.
     sums: CudaSlice<f32>,
@@ -28,8 +28,8 @@ fn parts(n_rows: usize, n_tokens: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 impl Gpu {
-    /// Log-probability of each row's target and entropy of each row's distribution, `softmax(hidden head^T / temperature)`:
-    /// `(N, 2)` in nats. `hidden`: `(N, H)`; `targets`: N, which the caller has checked against the vocabulary.
+    /// Log-probability of each row's target and entropy of each row's distribution, `softmax(hidden head^T / temperature)`: `(N, 2)` in
+    /// nats. `hidden`: `(N, H)`; `targets`: N token ids, which the caller must check against the vocabulary.
     pub fn token_logprobs(
         &self,
         hidden: &impl DevicePtr<bf16>,
@@ -68,7 +68,8 @@ impl Gpu {
         Ok((out, LogprobRows { sums, temperature }))
     }
 
-    /// Gradient of `hidden`, `(N, H)` f32, and into `of_head` `(V, H)` that of the head where it is trained, for the gradient `grad` `(N, 2)` of [`Gpu::token_logprobs`]'s result.
+    /// Gradient of `hidden`, `(N, H)` f32, for the gradient `grad` `(N, 2)` of [`Gpu::token_logprobs`]'s result; the gradient of a trained
+    /// head `(V, H)` is written to `of_head`.
     ///
     /// With `p` the probabilities, `a` and `b` the gradients of log-probability and entropy `E`:
     /// `d logit_j = a (1[j = target] - p_j) - b p_j (ln p_j + E)`, over the temperature.

@@ -10,7 +10,7 @@ use half::bf16;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A factor: row-major values, possibly read as their transpose.
+/// A factor of a matrix product: row-major bf16 values, possibly read as their transpose.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
     address: u64,
@@ -20,29 +20,29 @@ pub struct Matrix<'a> {
     is_transposed: bool,
 }
 
-/// `out = product * alpha + keep * out`.
+/// Factors of a product that is written or added to its output: `out = alpha * product + beta * out`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scale {
     pub alpha: f32,
-    /// Factor on what is there; with 0 it is not read.
+    /// Factor on the previous output; with 0 the output is not read.
     pub beta: f32,
 }
 
 impl Scale {
     pub const WRITE: Self = Self { alpha: 1.0, beta: 0.0 };
-    /// Added to what is there.
+    /// Adds the product to the output.
     pub const ADD: Self = Self { alpha: 1.0, beta: 1.0 };
 }
 
 impl<'a> Matrix<'a> {
-    /// `values`: rows of `n_columns`.
+    /// A matrix of all `values`, with `n_columns` columns.
     pub fn of(gpu: &Gpu, values: &'a impl DevicePtr<bf16>, n_columns: usize) -> Result<Self> {
         let n_rows = whole_rows("product", values.len(), n_columns)?;
         let address = values.device_ptr(gpu.stream()).0;
         Ok(Self { address, values: PhantomData, n_rows, n_columns, is_transposed: false })
     }
 
-    /// `n_rows` rows of `n_columns` with which `values` begin.
+    /// A matrix of the first `n_rows * n_columns` of `values`.
     pub fn beginning(gpu: &Gpu, values: &'a impl DevicePtr<bf16>, n_rows: usize, n_columns: usize) -> Result<Self> {
         if values.len() < n_rows * n_columns {
             bail!("product: {n_rows} rows of {n_columns} in {} values", values.len());
@@ -51,7 +51,7 @@ impl<'a> Matrix<'a> {
         Ok(Self { address, values: PhantomData, n_rows, n_columns, is_transposed: false })
     }
 
-    /// Some of the rows as they stand in memory.
+    /// The given rows, counted as stored (before a transpose).
     pub fn part(&self, rows: Range<usize>) -> Result<Self> {
         if rows.start > rows.end || rows.end > self.n_rows {
             bail!("product: rows {rows:?} of {}", self.n_rows);
@@ -60,7 +60,7 @@ impl<'a> Matrix<'a> {
         Ok(Self { address, n_rows: rows.len(), ..*self })
     }
 
-    /// Rows as they stand in memory.
+    /// Number of rows as stored, before a transpose.
     pub fn n_rows(&self) -> usize {
         self.n_rows
     }
@@ -69,12 +69,12 @@ impl<'a> Matrix<'a> {
         self.n_columns
     }
 
-    /// Where its rows begin, for a kernel.
+    /// Address of the matrix, for a kernel.
     pub(super) fn input(&self) -> Arg {
         Arg::pointer(self.address)
     }
 
-    /// The transpose, which costs nothing.
+    /// The transpose, without a copy.
     pub fn t(&self) -> Self {
         Self { is_transposed: !self.is_transposed, ..*self }
     }
@@ -89,7 +89,7 @@ impl<'a> Matrix<'a> {
 }
 
 impl Gpu {
-    /// `left right`, `(M, K) (K, N)`, into `out` `(M, N)` row-major.
+    /// Matrix product `left right`, `(M, K) (K, N)`, into `out` `(M, N)` row-major.
     pub fn product<T: Element>(
         &self,
         left: &Matrix<'_>,

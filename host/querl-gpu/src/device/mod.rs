@@ -54,7 +54,7 @@ pub(crate) fn install() {
     querl_model::backend::install(&accelerator::BACKEND);
 }
 
-/// The CUDA version of the build, such as 13000 for 13.0; 0 if unknown.
+/// The CUDA version that this build was compiled with, such as 13000 for 13.0; 0 if unknown.
 pub fn cuda_version() -> u32 {
     let mut numbers = env!("QUERL_BUILT_WITH_CUDA").split('.').map(|number| number.parse::<u32>().unwrap_or(0));
     numbers.next().unwrap_or(0) * 1000 + numbers.next().unwrap_or(0) * 10

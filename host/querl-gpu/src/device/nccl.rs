@@ -23,7 +23,7 @@ const BUFFER_BYTES: usize = 64 << 20;
 const SPIN_TIME: Duration = Duration::from_millis(1);
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// `ncclUniqueId`: what the ranks of one communicator have in common.
+/// `ncclUniqueId`: the id that all ranks of one communicator share.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct UniqueId([c_char; 128]);
@@ -161,7 +161,7 @@ unsafe fn function<T: Copy>(found: &NcclLibrary, name: &str) -> std::result::Res
     function.map(|function| *function).map_err(|_| format!("libnccl.so.2 has no function `{name}`; it is no NCCL 2"))
 }
 
-/// One rank's end of a communicator.
+/// One rank's handle of an NCCL communicator.
 pub(crate) struct Nccl {
     api: &'static Api,
     /// The GPU's; its context lives as long as the communicator.
@@ -179,7 +179,7 @@ unsafe impl Send for Handle {}
 pub(crate) type Check<'a> = &'a dyn Fn() -> Result<()>;
 
 impl Nccl {
-    /// The id that all ranks of a new communicator need.
+    /// Creates the id that all ranks of a new communicator need.
     pub(crate) fn unique_id() -> Result<UniqueId> {
         let (api, mut id) = (Api::open()?, UniqueId([0; 128]));
         // SAFETY: it writes one id.
@@ -202,13 +202,13 @@ impl Nccl {
         Ok(Self { api, stream, comm: Mutex::new(Some(Handle(comm))) })
     }
 
-    /// Returns when all ranks have joined.
+    /// Waits until all ranks have joined.
     pub(crate) fn joined(&self, check: Check) -> Result<()> {
         let held = self.held();
         self.done("ncclCommInitRankConfig", comm_of(&held)?, IN_PROGRESS, check)
     }
 
-    /// Submits to the GPU's stream that `values` become their sum over all ranks; all ranks have the same number of values.
+    /// Submits an all-reduce to the GPU's stream: `values` become their sum over all ranks, which must have the same number of values.
     pub(crate) fn all_reduce(&self, gpu: &Gpu, values: &mut impl DevicePtrMut<f32>, check: Check) -> Result<()> {
         let (n_values, stream) = (values.len(), gpu.stream().clone());
         stream.context().bind_to_thread().map_err(Error::wrap)?;
@@ -271,8 +271,8 @@ fn comm_of(held: &Option<Handle>) -> Result<Comm> {
     held.as_ref().map(|Handle(comm)| *comm).ok_or_else(ended)
 }
 
-/// DecodeBufferSizes of the all-reduces in [`Gpu::connect`]: since 2.22, NCCL allocates memory for an algorithm when it is first used, and small and
-/// large sizes use different ones.
+/// Numbers of values of the all-reduces in [`Gpu::connect`]: since 2.22, NCCL allocates memory for an algorithm at its first use, and
+/// small and large sizes use different ones.
 const WARM_UP_SIZES: [usize; 2] = [1, 4 << 20];
 
 impl Communicator for Nccl {
@@ -302,8 +302,8 @@ impl Gpu {
         nccl.all_reduce(self, values, &|| ranks.check().map_err(Error::wrap)).map_err(|error| ranks.fail(error))
     }
 
-    /// Creates the communicator of `ranks`, a collective operation. NCCL takes memory of each GPU for it, so this comes before the model
-    /// fills the GPU; otherwise the first all-reduce does it.
+    /// Creates the communicator of `ranks`; a collective operation. NCCL allocates memory of each GPU for it, so this is called before a
+    /// model fills the GPU; otherwise the first all-reduce creates it.
     pub fn connect(&self, ranks: &Ranks) -> Result<()> {
         if ranks.world_size() == 1 {
             return Ok(());
@@ -314,7 +314,7 @@ impl Gpu {
         self.settle(ranks)
     }
 
-    /// Waits until submitted work is done on all ranks.
+    /// Waits until submitted work is done on all ranks; a collective operation.
     pub fn settle(&self, ranks: &Ranks) -> Result<()> {
         let waited = self.synchronize();
         // An aborted all-reduce may make the GPU fail; what aborted it is the reason.
@@ -344,7 +344,7 @@ impl Gpu {
     }
 }
 
-/// The name under which ranks agree on an all-reduce.
+/// Name of an all-reduce of `n_values` values, which the ranks compare before they start it.
 pub(super) fn operation_name(n_values: usize) -> String {
     format!("all-reduce of {n_values} values on GPUs")
 }
@@ -364,9 +364,9 @@ impl Gpu {
         self.stream().context().ordinal()
     }
 
-    /// Enables access of those of `peers` to this GPU's memory that can reach it. With NCCL GPUs write to each other's memory. They reach
-    /// single allocations, but not the pool from which all memory of querl comes: a pool is private until access is set
-    /// (CUDA C++ Programming Guide, "Device Accessibility for Multi-GPU Support").
+    /// Lets those GPUs of `peers` that can reach this GPU's memory access its memory pool. With NCCL, GPUs write to each other's memory;
+    /// they can access single allocations, but not the pool from which all of querl's memory comes, until access is set (CUDA C++
+    /// Programming Guide, "Device Accessibility for Multi-GPU Support").
     pub(crate) fn open_to(&self, peers: impl Iterator<Item = usize>) -> Result<()> {
         let context = self.stream().context();
         if !context.has_async_alloc() {

@@ -1,4 +1,4 @@
-//! RMS norm, and RoPE alone or after the per-head norm: counterparts of [`querl_model::kernels::normed`] and `RopeTable::apply`.
+//! RMSNorm, and RoPE alone or after the per-head norm: counterparts of [`querl_model::kernels::rms_norm_forward`] and `RopeTable::apply`.
 
 use super::elementwise::{Element, same_length, whole_rows};
 use super::gpu::Gpu;
@@ -12,7 +12,7 @@ use querl_model::kernels::RopeTable;
 const MAX_NORM_PARTS: usize = 256;
 
 impl Gpu {
-    /// `x / sqrt(mean(x^2) + eps) * weight` over rows of as many values as the weight has.
+    /// RMSNorm, `x / sqrt(mean(x^2) + eps) * weight`, over rows of as many values as the weight has.
     pub fn rms_norm<T: Element>(
         &self,
         x: &impl DevicePtr<T>,
@@ -24,7 +24,7 @@ impl Gpu {
         Ok(y)
     }
 
-    /// The same, into memory that is there.
+    /// Like [`Gpu::rms_norm`], into existing memory.
     pub fn rms_norm_into<T: Element>(
         &self,
         x: &impl DevicePtr<T>,
@@ -40,8 +40,8 @@ impl Gpu {
         unsafe { self.launch(name, [n_rows, 1, 1], THREADS, 0, &mut args) }
     }
 
-    /// Gradients of `x`, to which `more` is added where there is any, and of the first `n_wanted` values of the weight (none or
-    /// all), for the gradient of [`Gpu::normed`]'s result.
+    /// Gradients of `x`, to which `more` is added if there is any, and of the first `n_wanted` values of the weight (none or all), for the
+    /// gradient of [`Gpu::rms_norm`]'s result.
     pub fn rms_norm_gradients(
         &self,
         x: &impl DevicePtr<f32>,
@@ -76,7 +76,7 @@ impl Gpu {
         self.column_sums(&parts, width)
     }
 
-    /// Sums over the rows of `x` `(N, width)`, in an order that depends on their number alone.
+    /// Sum over the rows of `x` `(N, width)`: `(width)`. The order of summation depends on N alone.
     pub(super) fn column_sums<T: Element>(&self, x: &impl DevicePtr<T>, width: usize) -> Result<CudaSlice<f32>> {
         let n_rows = whole_rows("column_sums", x.len(), width)?;
         let mut sums = self.alloc(width)?;
@@ -88,7 +88,7 @@ impl Gpu {
     }
 }
 
-/// Cosines and sines of every position and frequency, `(positions, D / 2)` f32 each.
+/// RoPE table in GPU memory: cosines and sines of every position and frequency, `(positions, D / 2)` f32 each.
 pub struct DeviceRope {
     cos: CudaSlice<f32>,
     sin: CudaSlice<f32>,
@@ -99,20 +99,20 @@ pub struct DeviceRope {
 /// Heads of a block: a warp each.
 const HEADS_PER_BLOCK: usize = 8;
 
-/// The same of a per-head norm.
+/// Most partial sums of the gradient of a per-head norm's weight: a constant, so that results do not depend on the GPU.
 const MAX_ROPE_PARTS: usize = 512;
 
 impl DeviceRope {
     pub fn new(gpu: &Gpu, table: &RopeTable) -> Result<Self> {
         let (cos, sin, head_dim) = table.tables();
         if head_dim == 0 || !head_dim.is_multiple_of(2) || head_dim > 256 {
-            bail!("rope: heads of {head_dim}; expected an even width from 2 to 256");
+            bail!("rope: head_dim is {head_dim}; expected an even number from 2 to 256");
         }
         let n_positions = cos.len() / (head_dim / 2);
         Ok(Self { cos: gpu.upload(cos)?, sin: gpu.upload(sin)?, head_dim, n_positions })
     }
 
-    /// Copies positions to the GPU.
+    /// Copies positions to the GPU; fails if one is outside the table.
     pub fn positions(&self, gpu: &Gpu, positions: &[u32]) -> Result<CudaSlice<u32>> {
         if let Some(position) = positions.iter().find(|&&position| position as usize >= self.n_positions) {
             bail!("position {position} is beyond the model's {} positions", self.n_positions);
@@ -124,8 +124,8 @@ impl DeviceRope {
         (&self.cos, &self.sin, self.head_dim)
     }
 
-    /// Rotates each head of each row of `x` `(N, heads * D)` by its position, after the norm whose weight `(D)` and epsilon are
-    /// given, if any. `positions`: N of them, checked by [`DeviceRope::positions`].
+    /// Applies RoPE to each head of each row of `x` `(N, heads * D)`, after a per-head RMSNorm if its weight `(D)` and epsilon are given.
+    /// `positions`: N of them, checked by [`DeviceRope::positions`].
     pub fn norm_rope(
         &self,
         gpu: &Gpu,
@@ -137,7 +137,7 @@ impl DeviceRope {
     }
 
     /// Gradients of `x`, and of the first `n_wanted` values of the norm's weight (none or all), for the gradient of
-    /// [`DeviceRope::norm_rope`]'s result. Without a norm `x` is not read.
+    /// [`DeviceRope::norm_rope`]'s result. `x` is read only with a norm.
     pub fn norm_rope_gradients(
         &self,
         gpu: &Gpu,
@@ -213,7 +213,7 @@ impl DeviceRope {
     fn heads(&self, len: usize, n_rows: usize) -> Result<(usize, usize)> {
         let n_heads = whole_rows("rope", len, self.head_dim)?;
         if n_rows > 0 && !n_heads.is_multiple_of(n_rows) || n_rows == 0 && n_heads > 0 {
-            bail!("rope: {n_rows} positions for {n_heads} heads of {}", self.head_dim);
+            bail!("rope: {n_heads} heads (head_dim {}) are not a multiple of {n_rows} positions", self.head_dim);
         }
         Ok((n_heads, n_heads / n_rows.max(1)))
     }

@@ -18,7 +18,7 @@ fn not_on_the_cpu<T>() -> Result<T> {
     bail!("this operation runs on the GPU")
 }
 
-/// A frozen weight with the GPU that it is on.
+/// A frozen weight together with the GPU that holds it.
 pub(crate) struct GpuWeight {
     gpu: Gpu,
     weight: DeviceWeight,
@@ -68,7 +68,7 @@ struct GpuNorm {
     eps: f32,
 }
 
-/// See [`querl_model::kernels::rms_norm()`].
+/// RMSNorm with gradients; see [`querl_model::kernels::rms_norm()`].
 pub(super) fn rms_norm(gpu: &Gpu, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
     contiguous(x)?.apply_op2(&contiguous(weight)?, GpuNorm { gpu: gpu.clone(), eps })
 }
@@ -141,7 +141,7 @@ impl CustomOp1 for GpuLinear {
     }
 }
 
-/// See [`querl_model::kernels::trained_linear`], without a bias: layers are one operation, and the head has no bias.
+/// See [`querl_model::kernels::trained_linear`]; without a bias, since only the head is computed with it, which has none.
 pub(super) fn trained_linear(gpu: &Gpu, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     if bias.is_some() {
         bail!("a trained linear layer with a bias outside of a transformer layer on the GPU");
@@ -182,7 +182,7 @@ struct GpuLogprobs {
     rows: OnceLock<LogprobRows>,
 }
 
-/// See [`querl_model::kernels::token_logprobs`], which has checked the targets; with a trained head.
+/// Log-probabilities and entropies with a trained head; see [`querl_model::kernels::token_logprobs`], which has checked the targets.
 pub(super) fn trained_token_logprobs(
     gpu: &Gpu,
     hidden: &Tensor,
@@ -271,7 +271,7 @@ struct SelectRows {
     indices: Vec<u32>,
 }
 
-/// See [`querl_model::kernels::select_rows`].
+/// Rows of a tensor by index, with gradients; see [`querl_model::kernels::select_rows`].
 pub(super) fn select_rows(gpu: &Gpu, x: &Tensor, indices: Vec<u32>) -> Result<Tensor> {
     contiguous(x)?.apply_op1(SelectRows { gpu: gpu.clone(), indices })
 }

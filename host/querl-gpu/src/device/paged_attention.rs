@@ -1,5 +1,5 @@
-//! Kernels of decode steps: attention over the paged KV cache, and what follows the products of a layer in fused launches (LoRA B,
-//! DoRA's factors, biases, norms, RoPE, writing keys and values into their blocks).
+//! Kernels of decode steps: attention over the paged KV cache, and fused kernels for what follows the products of a layer (LoRA B, DoRA's
+//! factors, biases, norms, RoPE, writing keys and values into their blocks).
 
 use super::elementwise::{same_length, whole_rows};
 use super::gpu::Gpu;
@@ -19,17 +19,17 @@ const HEADS_AT_ONCE: usize = 16;
 /// several of them see is read once.
 const MOST_TOGETHER: usize = 4;
 
-/// How keys and values of one layer stand: each `(blocks, kv_heads, BLOCK_TOKENS, D)` bf16.
+/// Dimensions of the KV cache of one layer: keys and values are each `(blocks, kv_heads, BLOCK_TOKENS, D)` bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheShape {
     pub n_blocks: usize,
     pub n_kv_heads: usize,
-    /// A multiple of 8, at most 128.
+    /// Head size D: a multiple of 8, at most 128.
     pub head_dim: usize,
 }
 
 impl CacheShape {
-    /// Values of the keys, and as many of the values.
+    /// Number of values of a layer's keys; the values have as many.
     pub fn len(self) -> usize {
         self.n_blocks * self.n_kv_heads * BLOCK_TOKENS * self.head_dim
     }
@@ -39,17 +39,18 @@ impl CacheShape {
     }
 }
 
-/// Where the keys are that some rows see.
+/// Block tables of sequences, and the tokens that each row attends to.
 pub struct Sequences<'a> {
-    /// Lines of `width` blocks, each those of a sequence in order; those behind the last that is seen are not read.
+    /// Block tables, one per line of `width` block numbers in the order of a sequence's tokens; blocks after the last one in use are not
+    /// read.
     pub tables: CudaView<'a, u32>,
-    /// Blocks that a line of `tables` has room for.
+    /// Number of block numbers in a line of `tables`.
     pub width: usize,
-    /// Of each row its line of `tables`; `None` where each has the line of its number.
+    /// Line of `tables` for each row; `None` if row `i` has line `i`.
     pub table_rows: Option<CudaView<'a, u32>>,
-    /// Tokens that each row sees, its own included; 0 leaves its result zero.
+    /// Number of tokens that each row attends to, its own included; with 0 the row's result is zero.
     pub lengths: CudaView<'a, u32>,
-    /// See [`super::n_splits`], of at least the largest length.
+    /// Number of splits of the keys in split-K attention: [`super::n_splits`] of at least the largest length.
     pub n_splits: usize,
 }
 
@@ -60,8 +61,8 @@ fn rows_together(group: usize, n_blocks: usize, n_processors: usize) -> usize {
 }
 
 impl Gpu {
-    /// Copies blocks to others, in all layers at once. `copies`: pairs of from and to, no block in two of them; `keys`, `values`:
-    /// those of all layers, one after another.
+    /// Copies blocks within the KV caches of all layers. `copies`: (source, destination) pairs of block numbers, with no block in two of
+    /// them; `keys`, `values`: those of all layers, concatenated.
     pub fn copy_blocks(
         &self,
         keys: &mut impl DevicePtrMut<bf16>,
@@ -74,7 +75,11 @@ impl Gpu {
         same_length("copy_blocks", values.len(), n_layers * shape.len())?;
         let of_block = shape.n_kv_heads * BLOCK_TOKENS * shape.head_dim;
         if !of_block.is_multiple_of(8) || !copies.len().is_multiple_of(2) {
-            bail!("copy_blocks: {} numbers of blocks of {of_block} values; expected pairs and eights", copies.len());
+            bail!(
+                "copy_blocks: {} block numbers, {of_block} values per block; \
+                 expected (source, destination) pairs and a multiple of 8 values",
+                copies.len()
+            );
         }
         let copies_at = self.input(copies);
         let mut args =
@@ -83,7 +88,7 @@ impl Gpu {
         unsafe { self.launch("copy_blocks", [copies.len() / 2, n_layers, 2], 256, 0, &mut args) }
     }
 
-    /// Attention of the query of each row over the keys that it sees: `(n, heads * D)`. `q`: `(n, heads * D)`.
+    /// Attention of each row's query over the tokens that the row attends to. `q`: `(n, heads * D)`; returns `(n, heads * D)`.
     pub fn decode_attention<K: DevicePtr<bf16>>(
         &self,
         q: &impl DevicePtr<bf16>,
@@ -99,7 +104,7 @@ impl Gpu {
         Ok(out)
     }
 
-    /// The same, into memory that is there. `parts`: at least [`super::split_values`], written over.
+    /// Like [`Gpu::decode_attention`], into existing memory. `parts`: scratch memory of at least [`super::split_values`] values.
     pub fn decode_attention_into<K: DevicePtr<bf16>>(
         &self,
         q: &impl DevicePtr<bf16>,
@@ -128,7 +133,7 @@ impl Gpu {
         let places =
             [q.device_ptr(self.stream()).0, keys.device_ptr(self.stream()).0, values.device_ptr(self.stream()).0];
         if places.iter().any(|place| !place.is_multiple_of(16)) {
-            bail!("decode_attention: queries, keys and values begin at multiples of 16 bytes");
+            bail!("decode_attention: queries, keys and values must be aligned to 16 bytes");
         }
         if parts.len() < split_values(n, n_heads, head_dim, n_splits) {
             bail!("decode_attention: {n_splits} parts of {n} rows with room for {} values", parts.len());
@@ -161,8 +166,8 @@ impl Gpu {
     }
 }
 
-/// What follows a linear layer's product `y`: `(y + scale * B lora_a_out) * factor + bias`, each part if there is one. It holds
-/// addresses of the GPU: see [`Epilogue::new`].
+/// What is applied to the product `y` of a linear layer: `(y + scale * B lora_a_out) * factor + bias`, where LoRA, factor and bias may each
+/// be absent. It holds GPU addresses: see [`Epilogue::new`].
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Epilogue {
@@ -178,17 +183,17 @@ pub struct Epilogue {
 // SAFETY: as `cuda/finish.cuh` declares it: plain numbers, and every byte has a meaning or is there for none.
 unsafe impl DeviceRepr for Epilogue {}
 
-/// LoRA B `(out, rank)`, rounded to bf16.
+/// LoRA B of a linear layer, `(out, rank)`, rounded to bf16.
 pub struct LoraB {
     pub b: CudaSlice<bf16>,
     pub rank: usize,
-    /// The first of its columns in LoRA A's output.
+    /// First column of this layer's values in the LoRA A output of its group.
     pub first: usize,
     pub scale: f32,
 }
 
 impl Epilogue {
-    /// The epilogue of a layer of `n_out` outputs.
+    /// The epilogue of a linear layer with `n_out` outputs.
     ///
     /// # Safety
     /// The memory of the arguments must live as long as a kernel may read a table that contains this epilogue.
@@ -214,18 +219,18 @@ impl Epilogue {
     }
 }
 
-/// LoRA A's output of a group of linear layers, `(n, width)`; empty without adapters.
+/// LoRA A's output of a group of linear layers, `(n, width)`; empty without an adapter.
 pub struct LoraAOut<'a> {
     pub values: CudaView<'a, bf16>,
-    /// Sum of the ranks.
+    /// Sum of the LoRA ranks of the group.
     pub width: usize,
 }
 
-/// The weights of the norms of each head, and their epsilon.
+/// Weights of the per-head norms of queries and keys, and their epsilon.
 pub struct HeadNorms<'a> {
-    /// Of queries and of keys, `(D)` each.
+    /// Weights of the norms of queries and of keys, `(D)` each; `None` for models without them.
     pub weights: Option<[&'a CudaSlice<f32>; 2]>,
-    /// Added to the mean square.
+    /// Epsilon, added to the mean square.
     pub eps: f32,
 }
 
@@ -234,8 +239,8 @@ const ROWS_OF_HEADS: usize = 16;
 const ROWS: usize = 8;
 
 impl Gpu {
-    /// Finishes queries in their place `(n, heads * D)`, keys and values `(n, kv_heads * D)` into the blocks that `slots` name. A
-    /// place outside the pool is left out. `members`: of the three, in this order.
+    /// Applies epilogues, per-head norms and RoPE to queries `(n, heads * D)` in place, and to keys and values `(n, kv_heads * D)`, which
+    /// are written to the cache slots `slots`; a slot outside the cache is skipped. `epilogues`: those of q_proj, k_proj and v_proj.
     #[allow(clippy::too_many_arguments)] // a layer has so many parts
     pub fn finish_heads(
         &self,
@@ -262,7 +267,7 @@ impl Gpu {
         let n_heads = whole_rows("finish_heads", q.len(), (n * head_dim).max(1))?;
         rows.check("finish_heads", n)?;
         if head_dim > 128 || !head_dim.is_multiple_of(2) {
-            bail!("finish_heads: heads of {head_dim}; expected an even width up to 128");
+            bail!("finish_heads: head_dim is {head_dim}; expected an even number up to 128");
         }
         let [q_norm, k_norm] = match norms.weights {
             Some(weights) => {
@@ -284,7 +289,8 @@ impl Gpu {
         unsafe { self.launch("finish_heads", grid, THREADS, 0, &mut args) }
     }
 
-    /// `silu(gate) * up` of the finished two, `(n, out)`, in the place of the gate. `members`: of gate and up.
+    /// Applies epilogues to gate and up, and writes `silu(gate) * up` `(n, out)` over the gate. `epilogues`: those of gate_proj and
+    /// up_proj.
     pub fn finish_gated(
         &self,
         gate: &mut CudaViewMut<'_, bf16>,
@@ -304,7 +310,7 @@ impl Gpu {
         unsafe { self.launch("finish_gated", grid_of(n, n_out), THREADS, 0, &mut args) }
     }
 
-    /// Adds the finished `y` `(n, out)` to `sum`.
+    /// Applies an epilogue to `y` `(n, out)` and adds the result to `sum`.
     pub fn finish_added(
         &self,
         sum: &mut impl DevicePtrMut<f32>,

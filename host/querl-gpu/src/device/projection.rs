@@ -1,4 +1,4 @@
-//! Linear layers with LoRA and dropout: counterpart of [`querl_model::kernels::projection`].
+//! Linear layers with LoRA and dropout: counterpart of `kernels/projection.rs` in querl-model.
 
 use super::elementwise::{Element, same_length, whole_rows};
 use super::gpu::Gpu;
@@ -9,38 +9,39 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DevicePtrMut};
 use half::bf16;
 
-/// What one linear layer multiplies with.
+/// Parameters of one linear layer.
 pub struct Projection<'a> {
     pub weight: &'a DeviceWeight,
-    /// Frozen, `(out)`.
+    /// Frozen bias `(out)`.
     pub bias: Option<CudaView<'a, f32>>,
     pub lora: Option<LoraWeights<'a>>,
 }
 
-/// `scale * B A`, added to a weight; A and B rounded to bf16 (see [`Gpu::to_bf16`]).
+/// LoRA matrices of a linear layer, which add `scale * B A` to its weight; A and B are rounded to bf16 (see [`Gpu::to_bf16`]).
 pub struct LoraWeights<'a> {
-    /// `(rank, in)`.
+    /// LoRA A `(rank, in)`.
     pub a: CudaView<'a, bf16>,
-    /// `(out, rank)`.
+    /// LoRA B `(out, rank)`.
     pub b: CudaView<'a, bf16>,
     pub rank: usize,
     pub scale: f32,
-    /// On the inputs of A; `None` without dropout.
+    /// Dropout on the input of A; `None` without dropout.
     pub masks: Option<DropoutMasks<'a>>,
 }
 
-/// What a backward pass finds for a layer's low-rank change; empty where it has none.
+/// Gradients of a layer's LoRA matrices; empty if it has none.
 pub struct ParameterGradients {
-    /// `(rank, in)`.
+    /// Gradient of LoRA A `(rank, in)`.
     pub a: CudaSlice<f32>,
-    /// `(out, rank)`.
+    /// Gradient of LoRA B `(out, rank)`.
     pub b: CudaSlice<f32>,
     /// `scale * g B`, `(N, rank)`: what the input's gradient needs in addition to `g`.
     low: CudaSlice<bf16>,
 }
 
 impl Projection<'_> {
-    /// `x W^T + b` and `scale * x A^T`, which the backward pass wants again (empty without a low-rank change). `x`: `(N, in)`.
+    /// Forward pass for `x` `(N, in)`: the layer's output `x W^T + b`, LoRA included, and `scale * x A^T` for the backward pass (empty
+    /// without LoRA).
     pub fn forward(&self, gpu: &Gpu, x: &impl DevicePtr<bf16>) -> Result<(CudaSlice<bf16>, CudaSlice<bf16>)> {
         let (n_out, n_in) = self.weight.dims();
         let n_rows = whole_rows("projection", x.len(), n_in)?;
@@ -52,7 +53,7 @@ impl Projection<'_> {
         Ok((y, low))
     }
 
-    /// The same, added to `y`.
+    /// Like [`Projection::forward`], with the output added to `y`.
     pub fn add_to(
         &self,
         gpu: &Gpu,
@@ -86,8 +87,8 @@ impl Projection<'_> {
         Ok(low)
     }
 
-    /// `scale * g B` for the gradient `grad` `(N, out)` of the output: what the gradients of A and of the input need in addition to
-    /// `g`. `None` without a low-rank change.
+    /// `scale * g B` for the gradient `g` of the output (`grad`, `(N, out)`), which the gradients of A and of the input need in addition to
+    /// `g`. `None` without LoRA.
     pub fn lora_b_gradient(&self, gpu: &Gpu, grad: &impl DevicePtr<bf16>) -> Result<Option<ParameterGradients>> {
         let Some(LoraWeights { b, rank, scale, .. }) = &self.lora else { return Ok(None) };
         let grad = Matrix::of(gpu, grad, self.weight.dims().0)?;
@@ -96,7 +97,7 @@ impl Projection<'_> {
         Ok(Some(ParameterGradients { a: gpu.zeros(0)?, b: gpu.zeros(0)?, low }))
     }
 
-    /// Adds the gradients of A and B to what [`Projection::lora_b_gradient`] found; `low` is what the forward pass returned.
+    /// Adds the gradients of A and B to the result of [`Projection::lora_b_gradient`]; `low`: the second result of [`Projection::forward`].
     ///
     /// With `g` the gradient of the output, `d = scale * x A^T` and `v = scale * g B`: `dA = v^T x`, `dB = g^T d`; with dropout
     /// the masked `x`.
@@ -136,8 +137,8 @@ impl Projection<'_> {
         Ok(found)
     }
 
-    /// `out = keep * out + g W + v A`, the gradient of the input, for the gradient `grad` `(N, out)` of the output and what was
-    /// found for the parameters.
+    /// Gradient of the input, `out = alpha * (g W) + beta * out + v A` with the factors of `scale`, for the gradient `g` of the output
+    /// (`grad`, `(N, out)`). `found`: the result of [`Projection::lora_b_gradient`], which holds `v`.
     pub fn input_gradient_into<T: Element>(
         &self,
         gpu: &Gpu,
@@ -159,9 +160,9 @@ impl Projection<'_> {
     }
 }
 
-/// Gradient of the input that several layers share: the sum of `g W + v A` over them. Each layer comes with the gradient of its
-/// output and what was found for its parameters. Twin of `kernels::input_gradient`; take f32 where there are several layers,
-/// sums in bf16 would be rounded after each.
+/// Gradient of the input that several layers share: the sum of `g W + v A` over the layers. Each layer comes with the gradient of its
+/// output and the result of [`Projection::lora_b_gradient`]. Counterpart of `kernels::input_backward_sum`; use f32 for several layers,
+/// since sums in bf16 are rounded after each.
 pub fn input_gradient<T: Element>(
     gpu: &Gpu,
     layers: &[(&Projection<'_>, &CudaSlice<bf16>, Option<&ParameterGradients>)],
@@ -176,28 +177,28 @@ pub fn input_gradient<T: Element>(
     Ok(out)
 }
 
-/// Which inputs of one layer's adapter are set to zero.
+/// Dropout masks of the inputs of one layer's LoRA A.
 #[derive(Clone, Copy)]
 pub struct DropoutMasks<'a> {
-    /// A key for each row of the inputs.
+    /// Dropout key of each row of the inputs.
     pub row_keys: &'a CudaSlice<u64>,
-    /// A layer's own stream of masks.
+    /// Seed of the layer's masks.
     pub layer_seed: u64,
-    /// Number of the layer's preceding inputs on other GPUs: an even number.
+    /// Index of this GPU's first input among all inputs of the full layer: an even number.
     pub first_input: usize,
-    /// Share that is zeroed, 0 to below 1; the others are scaled by `1 / (1 - p)`.
+    /// Dropout probability, 0 to below 1: the fraction of inputs that is zeroed; the others are scaled by `1 / (1 - p)`.
     pub p: f64,
 }
 
 impl Gpu {
-    /// `d(x)` for rows `x` of `width` values.
+    /// Applies dropout `d` to rows of `width` values: `d(x)`.
     pub fn dropout(&self, x: &impl DevicePtr<bf16>, width: usize, masks: DropoutMasks<'_>) -> Result<CudaSlice<bf16>> {
         let mut y = self.alloc(x.len())?;
         self.drop_into(x, &mut y, width, masks, false)?;
         Ok(y)
     }
 
-    /// `sum += d(x)`.
+    /// `sum += d(x)`, with the dropout `d` of [`Gpu::dropout`].
     pub fn add_dropout<T: Element>(
         &self,
         sum: &mut impl DevicePtrMut<T>,

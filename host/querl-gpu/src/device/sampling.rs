@@ -15,60 +15,60 @@ use std::sync::Arc;
 
 /// Sampling settings of all rows; see [`querl_model::SamplingSettings`].
 pub struct SamplingRules {
-    /// Above 0.
+    /// Temperature, above 0.
     pub temperature: f32,
-    /// 1 keeps everything.
+    /// Cumulative probability of nucleus sampling, above 0; 1 disables it.
     pub top_p: f64,
-    /// 0 keeps everything.
+    /// Number of likeliest tokens to sample from; 0 disables it.
     pub top_k: usize,
-    /// 1 changes nothing.
+    /// Repetition penalty, above 0; 1 has no effect.
     pub repetition_penalty: f32,
-    /// 0 changes nothing.
+    /// Size of n-grams that may not occur twice; 0 disables it.
     pub no_repeat_ngram_size: usize,
-    /// No stop token before so many tokens.
+    /// Number of tokens before which a response cannot end: stop tokens are suppressed.
     pub min_new_tokens: usize,
     pub stop_ids: CudaSlice<u32>,
 }
 
 impl SamplingRules {
-    /// Whether logits processors read the tokens of responses.
+    /// Whether logits processors read the tokens of the responses.
     pub fn read_responses(&self) -> bool {
         self.repetition_penalty != 1.0 || self.no_repeat_ngram_size > 0
     }
 }
 
-/// The responses that the rows of logits continue.
+/// The responses that the rows of logits continue, one per row.
 pub struct SamplingRows<'a> {
     pub lengths: CudaView<'a, u32>,
-    /// If logits processors read them.
+    /// Tokens of the responses; needed if logits processors read them (see [`SamplingRules::read_responses`]).
     pub responses: Option<ResponseTokens<'a>>,
-    /// A uniform number from 0 to 1 for each row; `None`: greedy.
+    /// A uniform random number from 0 to 1 for each row; `None` for greedy decoding.
     pub uniforms: Option<CudaView<'a, f64>>,
 }
 
 /// The tokens of responses so far.
 pub struct ResponseTokens<'a> {
-    /// `(n, max_tokens)`.
+    /// Token ids `(n, max_tokens)`.
     pub tokens: CudaView<'a, u32>,
     pub max_tokens: usize,
     /// Scratch memory of the size of `tokens`.
     pub original_logits: CudaViewMut<'a, f32>,
 }
 
-/// Output: the sampled token of each row.
+/// Output of sampling: the chosen token of each row and its log-probabilities.
 pub struct SampledTokens<'a> {
-    /// [`SampledTokens::NOT_FINITE`] and [`SampledTokens::NOTHING_LEFT`] stand for the errors of their names.
+    /// Token ids, or [`SampledTokens::NOT_FINITE`] or [`SampledTokens::NOTHING_LEFT`] for a row that has no token.
     pub tokens: CudaViewMut<'a, u32>,
-    /// Under the model's complete distribution at the temperature.
+    /// Log-probability under the model's distribution at the temperature, without penalties and filters.
     pub logprobs: CudaViewMut<'a, f32>,
-    /// Under the distribution it was sampled from; 0 if greedy.
+    /// Log-probability under the distribution that the token was sampled from; 0 with greedy decoding.
     pub behaviour_logprobs: CudaViewMut<'a, f32>,
 }
 
 impl SampledTokens<'_> {
-    /// A row's logits are not finite.
+    /// Marks a row whose logits are not finite.
     pub const NOT_FINITE: u32 = u32::MAX;
-    /// The limits leave no token to choose.
+    /// Marks a row in which the penalties leave no token to choose.
     pub const NOTHING_LEFT: u32 = u32::MAX - 1;
 }
 
@@ -101,12 +101,15 @@ impl Gpu {
             same_length("choose", len, n * max_tokens)?;
         }
         if rows.responses.is_none() && rules.read_responses() {
-            bail!("choose: logits processors read responses, which are not given");
+            bail!("choose: a logits processor needs the response tokens, but none were passed");
         }
         if !(rules.temperature > 0.0 && rules.top_p > 0.0 && rules.repetition_penalty > 0.0) {
-            bail!("choose: temperature {}, top_p {} and penalty {} above 0", rules.temperature, rules.top_p, {
+            bail!(
+                "choose: temperature is {}, top_p {} and repetition_penalty {}; expected all above 0",
+                rules.temperature,
+                rules.top_p,
                 rules.repetition_penalty
-            });
+            );
         }
         let [responses_at, originals_at] = match &mut rows.responses {
             Some(responses) => [self.input(&responses.tokens), self.output(&mut responses.original_logits)],
@@ -129,7 +132,7 @@ impl Gpu {
 /// Frames in flight: one is filled while another is copied.
 const N_HOST: usize = 2;
 
-/// What the host passes to the kernels of a step: words of 4 bytes, at the same address in each step.
+/// Page-locked and GPU memory for the inputs of a decode step: words of 4 bytes, at the same GPU address in each step.
 pub struct Frame {
     words: Arc<CudaSlice<u32>>,
     host: Vec<(PinnedHostSlice<u32>, CudaEvent)>,
@@ -148,10 +151,10 @@ impl Frame {
         Ok(Self { words: Arc::new(gpu.zeros(n_words.max(1))?), host, next: 0 })
     }
 
-    /// Copies the first words, which `fill` writes, to the GPU. The host waits only for the copy of two steps before.
+    /// Copies the first `n_words` words, which `fill` writes, to the GPU. The host waits only for the copy of two steps before.
     pub fn send(&mut self, gpu: &Gpu, n_words: usize, fill: impl FnOnce(&mut [u32])) -> Result<()> {
         if n_words > self.words.len() {
-            bail!("{n_words} words for a frame of {}", self.words.len());
+            bail!("the inputs of a decode step take {n_words} words; the buffer has {}", self.words.len());
         }
         self.next = (self.next + 1) % N_HOST;
         let (memory, is_read) = &mut self.host[self.next];
@@ -165,17 +168,17 @@ impl Frame {
         is_read.record(gpu.stream()).map_err(Error::wrap)
     }
 
-    /// The memory of all words.
+    /// The GPU memory of all words.
     pub(crate) fn shared(&self) -> Arc<CudaSlice<u32>> {
         self.words.clone()
     }
 
-    /// Some words on the GPU.
+    /// A range of the words, on the GPU.
     pub fn words(&self, range: Range<usize>) -> CudaView<'_, u32> {
         self.words.slice(range)
     }
 
-    /// Pairs of words as numbers of 8 bytes.
+    /// A range of the words on the GPU, read as f64 (two words each).
     pub fn doubles(&self, range: Range<usize>) -> Result<CudaView<'_, f64>> {
         let n = range.len() / 2;
         if !range.start.is_multiple_of(2) || !range.len().is_multiple_of(2) {
@@ -196,7 +199,7 @@ impl Drop for Frame {
     }
 }
 
-/// What the host reads after a step: words on the GPU, and page-locked memory of the same size.
+/// Outputs of a decode step for the host: words of 4 bytes on the GPU, and page-locked memory of the same size.
 pub struct ReadBack {
     words: CudaSlice<u32>,
     host: PinnedHostSlice<u32>,
@@ -210,7 +213,7 @@ impl ReadBack {
         Ok(Self { words: gpu.zeros(n_words.max(1))?, host })
     }
 
-    /// Passes `write` the memory for the sampled tokens of some of `n` rows and their log-probabilities.
+    /// Calls `write` with the GPU memory for the sampled tokens and log-probabilities of some of `n` rows.
     pub fn write(
         &mut self,
         n: usize,
@@ -231,7 +234,7 @@ impl ReadBack {
         write(SampledTokens { tokens, logprobs, behaviour_logprobs })
     }
 
-    /// Synchronises, and returns `n` tokens, their log-probabilities and those under the sampling distribution.
+    /// Waits for the GPU, and returns `n` tokens, the bits of their log-probabilities, and those under the sampling distribution.
     pub fn read(&mut self, gpu: &Gpu, n: usize) -> Result<[&[u32]; 3]> {
         let from = self.words.device_ptr(gpu.stream()).0;
         let words = &mut self.host.as_mut_slice().map_err(Error::wrap)?[..3 * n];

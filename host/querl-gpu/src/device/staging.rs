@@ -10,7 +10,7 @@ pub(super) const WEIGHT_PIECE: usize = 32 << 20;
 /// Bytes of a piece for token ids, positions and lists of tiles.
 pub(super) const SMALL_PIECE: usize = 1 << 20;
 
-/// Page-locked memory in pieces, which are filled in turn.
+/// Page-locked host memory in several buffers, which are filled in turn.
 pub(super) struct Staging {
     weights: Mutex<Ring>,
     small: Mutex<Ring>,
@@ -41,7 +41,7 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// The next piece, once the GPU has read it. Pieces are allocated at their first use.
+    /// The next buffer, after waiting until the GPU has read it. A buffer is allocated at its first use.
     pub(super) fn next(&mut self, stream: &Arc<CudaStream>) -> Result<&mut Piece> {
         if self.pieces.len() < self.n_pieces {
             self.next = self.pieces.len();
@@ -80,7 +80,7 @@ impl Piece {
     ) -> Result<()> {
         let bytes = self.memory.as_mut_slice().map_err(Error::wrap)?;
         if n * size_of::<T>() > bytes.len() {
-            bail!("{n} values for a piece of {} bytes", bytes.len());
+            bail!("{n} values do not fit in a pinned staging buffer of {} bytes", bytes.len());
         }
         // SAFETY: the memory is page-aligned and long enough, every bit pattern is a value of a type that GPU and host share, and
         // there is no other reference to it.

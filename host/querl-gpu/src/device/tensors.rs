@@ -6,13 +6,13 @@ use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaStorage, Result, Storage, Tensor, bail};
 use std::ops::Deref;
 
-/// The values of an f32 tensor, borrowed.
+/// The borrowed values of an f32 tensor.
 pub(crate) struct BorrowedValues<'a> {
     storage: Box<dyn Deref<Target = Storage> + 'a>,
 }
 
 impl<'a> BorrowedValues<'a> {
-    /// Borrows all that the tensor's storage holds; see [`whole`].
+    /// Borrows all values of the tensor's storage; see [`whole`].
     pub(crate) fn of(tensor: &'a Tensor) -> Result<Self> {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cuda(values) = &*storage else { bail!("this operation runs on the GPU") };
@@ -35,7 +35,7 @@ impl Deref for BorrowedValues<'_> {
     }
 }
 
-/// The tensor itself if it is all of its storage, row-major; else such a copy.
+/// The tensor itself if it is all of its storage in row-major order; otherwise a copy with that layout.
 pub(crate) fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     let is_whole = {
         let (storage, layout) = tensor.storage_and_layout();
@@ -49,7 +49,7 @@ pub(crate) fn storage(gpu: &Gpu, values: CudaSlice<f32>) -> CudaStorage {
     CudaStorage::wrap_cuda_slice(values, gpu.cuda_device().clone())
 }
 
-/// A trained weight `(out, in)` as products read it.
+/// A trained weight `(out, in)`, rounded to bf16 for matrix products.
 pub(crate) fn rounded_weight(gpu: &Gpu, weight: &Tensor) -> Result<DeviceWeight> {
     let (n_out, n_in) = weight.dims2()?;
     DeviceWeight::new(gpu.to_bf16(&*BorrowedValues::of(&contiguous(weight)?)?)?, n_out, n_in)

@@ -41,7 +41,7 @@ impl<T> DerefMut for Buffer<T> {
     }
 }
 
-/// What a linear layer caches from the forward to the backward pass.
+/// Values of a linear layer that are cached from the forward to the backward pass.
 #[derive(Default)]
 pub(crate) struct LinearState {
     /// A trained weight, rounded to bf16.
@@ -503,14 +503,14 @@ fn each<T, R, const N: usize>(all: [T; N], f: impl FnMut(T) -> Result<R>) -> Res
 pub(super) struct LayerRows {
     pub(super) rope: Arc<DeviceRope>,
     pub(super) positions: CudaSlice<u32>,
-    /// Which rows are queries, and which keys they attend to.
+    /// The query rows, and which tiles of queries and keys see each other.
     pub(super) queries: TreeQueries,
     /// With the keys of all rows.
     dropout: Option<(DropoutMask, CudaSlice<u64>)>,
 }
 
 impl LayerRows {
-    /// All rows of a batch, or the query rows, ascending.
+    /// The rows of a pass: all rows of a batch, or the query rows, ascending.
     pub(super) fn new(
         gpu: &Gpu,
         rope: Arc<DeviceRope>,
@@ -530,7 +530,7 @@ impl LayerRows {
         Ok(Self { rope, positions, queries, dropout })
     }
 
-    /// Dropout of the `n_in` inputs of an adapter's layer.
+    /// Dropout masks for the `n_in` inputs of the adapter on the layer at `layer_path`; `None` without dropout.
     pub(super) fn masks(&self, layer_path: &str, n_in: usize) -> Option<DropoutMasks<'_>> {
         let (mask, row_keys) = self.dropout.as_ref()?;
         let first_input = mask.first_input(layer_path, n_in);

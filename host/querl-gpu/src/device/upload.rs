@@ -28,8 +28,8 @@ impl Gpu {
         Ok(to)
     }
 
-    /// The same, packed: some rows at a time are copied to the GPU as in the file (f16 as f32, which represents it), so that the
-    /// codes equal those of the CPU, and are packed there. The GPU never holds the unpacked weight.
+    /// Like [`Gpu::upload_floats`], but packed: rows are copied to the GPU in pieces as stored (f16 as f32, which represents it exactly),
+    /// and packed there with the same codes as on the CPU. The GPU never holds the unpacked weight.
     pub fn upload_packed(
         &self,
         bytes: &[u8],

@@ -27,10 +27,10 @@ pub(super) enum Stored {
     Packed(PackedRows),
 }
 
-/// Some rows of a weight, as bf16.
+/// Some rows of a weight in bf16.
 pub(super) enum WeightRows<'a> {
     Stored(Matrix<'a>),
-    /// With the number of rows.
+    /// Unpacked values of a packed weight, and their number of rows.
     Unpacked(UnpackBuffer<'a>, usize),
 }
 
@@ -44,7 +44,7 @@ impl WeightRows<'_> {
 }
 
 impl DeviceWeight {
-    /// `values`: `(n_out, n_in)` row-major.
+    /// A weight of bf16 values `(n_out, n_in)`, row-major.
     pub fn new(values: CudaSlice<bf16>, n_out: usize, n_in: usize) -> Result<Self> {
         if values.len() != n_out * n_in {
             bail!("a weight ({n_out}, {n_in}) of {} values", values.len());
@@ -52,7 +52,7 @@ impl DeviceWeight {
         Ok(Self { stored: Arc::new(Stored::Bf16(values)), n_out, n_in })
     }
 
-    /// Packs values, which are not kept.
+    /// Packs values; the values themselves are not kept.
     pub fn packed<T: Element>(
         gpu: &Gpu,
         values: &impl DevicePtr<T>,
@@ -67,7 +67,7 @@ impl DeviceWeight {
         Ok(Self::of_rows(rows, (n_out, n_in)))
     }
 
-    /// Of rows that have all been put.
+    /// A weight whose packed rows are complete.
     pub(super) fn of_rows(rows: PackedRows, (n_out, n_in): (usize, usize)) -> Self {
         Self { stored: Arc::new(Stored::Packed(rows)), n_out, n_in }
     }
@@ -87,8 +87,8 @@ impl DeviceWeight {
         }
     }
 
-    /// `out = alpha * x W^T + keep * out` for `x` `(N, in)` as it stands and `out` `(N, out)`: for few rows from the weight as it is
-    /// stored, for many by cuBLAS, widened first where it is packed.
+    /// `out = alpha * x W^T + beta * out` for `x` `(N, in)` and `out` `(N, out)`. For few rows a kernel reads the weight as stored; for
+    /// many cuBLAS is used, after a packed weight is unpacked to bf16.
     pub fn multiply<T: Element>(
         &self,
         gpu: &Gpu,
@@ -103,7 +103,7 @@ impl DeviceWeight {
         gpu.product(x, &rows.matrix(gpu, self.n_in)?.t(), out, scale)
     }
 
-    /// Its values, where they are stored as bf16: what reads them allocates nothing.
+    /// The stored values if they are bf16, `None` if they are packed; reading them allocates nothing.
     pub(crate) fn bf16(&self) -> Option<&CudaSlice<bf16>> {
         match &*self.stored {
             Stored::Bf16(values) => Some(values),
@@ -111,7 +111,7 @@ impl DeviceWeight {
         }
     }
 
-    /// Rows by index: `(ids, in)` f32. The caller has checked that ids are below `out`, a row beyond it is zeros.
+    /// Rows by index: `(ids, in)` f32. The caller must check that ids are below `out`; a larger id gives zeros.
     pub fn rows_at(&self, gpu: &Gpu, ids: &CudaSlice<u32>) -> Result<CudaSlice<f32>> {
         match &*self.stored {
             Stored::Bf16(values) => gpu.rows(values, ids, self.n_in),
@@ -123,7 +123,7 @@ impl DeviceWeight {
         }
     }
 
-    /// All values, `(out, in)` f32.
+    /// All values of the weight as `(out, in)` f32.
     pub fn to_f32(&self, gpu: &Gpu) -> Result<CudaSlice<f32>> {
         match &*self.stored {
             Stored::Bf16(values) => gpu.to_f32(values),
@@ -135,7 +135,8 @@ impl DeviceWeight {
         }
     }
 
-    /// The rows of some outputs, for a product. Packed rows are unpacked into the GPU's shared buffer until this is dropped.
+    /// The rows of the given outputs, for a product. Packed rows are unpacked into the GPU's shared buffer, which is in use until the
+    /// result is dropped.
     pub(super) fn rows<'a>(&'a self, gpu: &'a Gpu, outputs: Range<usize>) -> Result<WeightRows<'a>> {
         match &*self.stored {
             Stored::Bf16(values) => Ok(WeightRows::Stored(Matrix::of(gpu, values, self.n_in)?.part(outputs)?)),
@@ -148,19 +149,19 @@ impl DeviceWeight {
     }
 }
 
-/// How weights are stored in fewer bits than bf16.
+/// Storage formats with fewer bits than bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PackedFormat {
-    /// 1.0625 bytes a weight: even steps up to the largest of 64 neighbours of a row.
+    /// 1.0625 bytes per weight: 255 even steps up to the largest of 64 neighbours of a row.
     Int8,
-    /// 0.5625 bytes: QLoRA's 16 shares of it.
+    /// 0.5625 bytes per weight: QLoRA's 16 values (NormalFloat), as shares of the largest of 64 neighbours of a row.
     Nf4,
-    /// 1 byte: e4m3, the largest of a row being 448.
+    /// 1 byte per weight: fp8 e4m3, scaled so that the largest of a row is 448.
     Fp8,
 }
 
 impl PackedFormat {
-    /// `None` of a type that is no packed one.
+    /// The packed format of a storage type; `None` for a type that is not packed.
     pub fn of(dtype: BaseDtype) -> Option<Self> {
         match dtype {
             BaseDtype::Int8 => Some(Self::Int8),
@@ -174,7 +175,7 @@ impl PackedFormat {
         if self == Self::Fp8 { 1 } else { n_in.div_ceil(GROUP) }
     }
 
-    /// Bytes of a row's codes.
+    /// Number of bytes of a row's codes.
     pub(super) fn line(self, n_in: usize) -> usize {
         if self == Self::Nf4 { n_in.div_ceil(2) } else { n_in }
     }
@@ -206,7 +207,7 @@ pub(super) struct PackedRows {
 }
 
 impl PackedRows {
-    /// Of a weight whose rows are still to be put.
+    /// Memory for a weight whose rows are still to be packed.
     pub(super) fn new(gpu: &Gpu, (n_out, n_in): (usize, usize), format: PackedFormat) -> Result<Self> {
         if n_out == 0 || n_in == 0 {
             bail!("a weight of shape ({n_out}, {n_in}) holds nothing");
@@ -215,7 +216,7 @@ impl PackedRows {
         Ok(Self { format, codes, scales, n_out, n_in })
     }
 
-    /// Packs complete rows from row `first` on.
+    /// Packs complete rows, the first of them at index `first`.
     pub(super) fn put<T: Element>(&mut self, gpu: &Gpu, first: usize, values: &impl DevicePtr<T>) -> Result<()> {
         let (n, line, groups) = (values.len() / self.n_in, self.format.line(self.n_in), self.format.groups(self.n_in));
         if values.len() != n * self.n_in || first + n > self.n_out {
@@ -236,7 +237,7 @@ impl PackedRows {
         unsafe { gpu.launch(self.format.pack_kernel::<T>(), [n_blocks, 1, 1], THREADS, 0, &mut args) }
     }
 
-    /// Widens some rows, or those of `ids`, to bf16, into the beginning of `values`.
+    /// Unpacks some rows, or those of `ids`, to bf16, into the beginning of `values`.
     pub(super) fn unpack(
         &self,
         gpu: &Gpu,
@@ -306,7 +307,7 @@ impl DeviceWeight {
         }
     }
 
-    /// See [`DeviceWeight::multiply`]; for any number of rows.
+    /// Computes [`DeviceWeight::multiply`] by the kernel for few rows, for any number of rows.
     pub(super) fn multiply_few_rows<T: Element>(
         &self,
         gpu: &Gpu,

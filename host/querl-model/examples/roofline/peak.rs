@@ -6,7 +6,7 @@ use std::time::Instant;
 
 pub(crate) struct Peaks {
     pub(crate) f32_flops: f64,
-    /// The same of bf16 dot products; of f32 where there are none.
+    /// Peak rate of bf16 dot products, or of f32 arithmetic on a CPU without them.
     pub(crate) bf16_flops: f64,
     pub(crate) bytes_per_second: f64,
 }

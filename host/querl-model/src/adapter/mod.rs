@@ -17,18 +17,18 @@ use rand_chacha::ChaCha8Rng;
 use settings::{LayerKind, LayerPlan};
 use std::collections::{BTreeMap, HashMap};
 
-/// One layer's matrices: the layer's weight is changed by `scale * B A`.
+/// LoRA matrices A and B of one layer, which add `scale * B A` to its weight.
 #[derive(Debug, Clone)]
 #[allow(missing_docs)]
 pub struct LoraPair {
     pub a: Tensor, // (rank, in); of the embedding (rank, V)
     pub b: Tensor, // (out, rank); of the embedding (H, rank)
     pub scale: f32,
-    /// DoRA: length of each row of the changed weight.
+    /// DoRA magnitude: length of each row of the adapted weight; `None` without DoRA.
     pub magnitude: Option<Tensor>, // (out)
 }
 
-/// Low-rank matrices that change frozen weights, in f32.
+/// A LoRA adapter of a frozen decoder, in f32.
 #[derive(Debug, Clone)]
 pub struct LoraAdapter {
     settings: LoraSettings,
@@ -81,7 +81,7 @@ impl LoraAdapter {
         Self::assemble(settings, plan, vars, None, file, DType::F32)
     }
 
-    /// A whole adapter on the base's device, and of it the shard that belongs to the base's shard.
+    /// Moves a full adapter to the base's device, and keeps the shard of it that belongs to the base's shard.
     pub(crate) fn sharded(self, place: &ComputeDevice, parallel: &TensorParallel) -> Result<Self, ModelError> {
         if self.parallel.is_sharded() || !parallel.is_sharded() {
             return self.on(place);
@@ -96,10 +96,11 @@ impl LoraAdapter {
         Ok(split)
     }
 
-    /// The whole adapter on the CPU, gathered from the shards of all ranks; itself where it is whole. A collective operation.
+    /// Gathers the full adapter on the CPU from the shards of all ranks; returns the adapter itself if it is not sharded. A collective
+    /// operation.
     ///
     /// # Errors
-    /// A rank has failed or is elsewhere.
+    /// A rank has failed or made another collective call.
     pub fn whole(&self) -> Result<Self, ModelError> {
         if !self.parallel.is_sharded() {
             return Ok(self.clone());
@@ -140,7 +141,7 @@ impl LoraAdapter {
         Ok(Self { settings, pairs, saved, score, vars, file, stored_dtype, parallel: TensorParallel::default() })
     }
 
-    /// The adapter with a classifier's head, which is saved with it and trained by the classifier.
+    /// Adds a classification head, which is saved with the adapter and trained by the classifier.
     pub(crate) fn with_score(self, score: &Var) -> Self {
         let mut settings = self.settings.clone();
         if !settings.modules_to_save.iter().any(|name| name == SCORE) {
@@ -150,27 +151,27 @@ impl LoraAdapter {
         Self { settings, file, score: Some(score.as_tensor().clone()), ..self }
     }
 
-    /// A classifier's head `(classes, H)` that was read with the adapter.
+    /// The classification head `(classes, H)` that was read with the adapter, if there is one.
     pub(crate) fn score(&self) -> Option<&Tensor> {
         self.score.as_ref()
     }
 
-    /// What is trained, by name, in the order of the names.
+    /// Trained variables by name, sorted by name.
     pub fn vars(&self) -> &BTreeMap<String, Var> {
         &self.vars
     }
 
-    /// Shape and scale.
+    /// LoRA settings: ranks, scales, adapted layers.
     pub fn settings(&self) -> &LoraSettings {
         &self.settings
     }
 
-    /// Type in which the file that this came from keeps its tensors; f32 for a new one. Values in memory are f32.
+    /// Type of the tensors in the file that the adapter was loaded from; f32 for a new adapter. Values in memory are always f32.
     pub fn stored_dtype(&self) -> DType {
         self.stored_dtype
     }
 
-    /// Numbers in all, those of other ranks included.
+    /// Number of parameters, including those of other ranks' shards.
     pub fn n_parameters(&self) -> usize {
         let n_ranks = |name: &str| Shard::adapter_axis(name).map_or(1, |_| self.parallel.shard().size());
         self.vars.iter().map(|(name, var)| var.elem_count() * n_ranks(name)).sum()
@@ -181,12 +182,12 @@ impl LoraAdapter {
         self.pairs.keys().map(String::as_str)
     }
 
-    /// Whether one trained copy serves as embedding and head.
+    /// Whether one trained copy serves as both embedding and head (PEFT's `ensure_weight_tying`).
     pub(crate) fn has_one_copy(&self) -> bool {
         self.settings.saved_copies == SavedCopies::Tied && self.saved.contains_key(EMBEDDING)
     }
 
-    /// A view that records no gradients: for generation and evaluation. It shares the values, so it follows training.
+    /// A view for generation and evaluation that records no gradients. It shares the values, so it follows training.
     pub fn without_gradient(&self) -> Self {
         let mut view = self.clone();
         for pair in view.pairs.values_mut() {
@@ -198,7 +199,7 @@ impl LoraAdapter {
         view
     }
 
-    /// A copy with values of its own: they stay as they are when this adapter is trained on.
+    /// A copy of the current values, which later training of this adapter does not change.
     ///
     /// # Errors
     /// There is no memory for it.
@@ -206,7 +207,7 @@ impl LoraAdapter {
         self.renewed(|_, values| values.copy())
     }
 
-    /// The adapter with its values on a device; itself where they are there.
+    /// Moves the adapter to a device; returns the adapter itself if it is there already.
     ///
     /// # Errors
     /// There is no memory for it.
@@ -247,14 +248,14 @@ impl LoraAdapter {
         self.pairs.get(path)
     }
 
-    /// The trained copy of a whole module: `(V, H)` of the embedding or the head.
+    /// The trained copy `(V, H)` of the embedding or the head at `path`, if `modules_to_save` names it.
     pub(crate) fn saved_module(&self, path: &str) -> Option<&Tensor> {
         self.saved.get(path)
     }
 }
 
 impl LoraSettings {
-    /// DoRA cannot be split over ranks: a magnitude is the length of a whole row.
+    /// Refuses DoRA with tensor parallelism: a magnitude is the length of a whole row.
     pub(crate) fn check_split(&self, parallel: &TensorParallel) -> Result<(), ModelError> {
         match self.use_dora {
             true => parallel.require_unsharded("an adapter with magnitudes (`sft.use_dora`)"),
@@ -264,8 +265,8 @@ impl LoraSettings {
 }
 
 impl LoraPair {
-    /// The weight `(out, in)` as this pair changes it, in the weight's type: `W + scale * B A`; with magnitudes, each row at its
-    /// length. As in training, no gradient flows through the rows' own lengths.
+    /// The weight `(out, in)` with this adapter merged, in the weight's type: `W + scale * B A`; with DoRA each row is scaled to the length
+    /// of its magnitude. As in training, no gradient flows through the lengths of the rows.
     ///
     /// Source: PEFT's `Linear.get_delta_weight` and `DoraLinearVariant.merge_safe`.
     pub(crate) fn changed(&self, weight: &Tensor) -> TensorResult<Tensor> {
@@ -275,15 +276,14 @@ impl LoraPair {
         changed.broadcast_mul(&magnitude.to_dtype(weight.dtype())?.div(&lengths)?.unsqueeze(1)?)
     }
 
-    /// `scale * B A` in a type.
+    /// The change of the weight, `scale * B A`, in `dtype`.
     pub(crate) fn product(&self, dtype: DType) -> TensorResult<Tensor> {
         self.b.to_dtype(dtype)?.matmul(&self.a.to_dtype(dtype)?)? * f64::from(self.scale)
     }
 
-    /// Lengths of the changed weight's rows, `(out)`, without a gradient: DoRA's factor on an output is its magnitude over them.
-    /// `times_a` is `A W^T` `(rank, out)`, `squares` holds the squared lengths of the base's rows `(out)`, so that the changed
-    /// weight need not be formed: `|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b A A^T b^T`. As PEFT does, lengths are taken as
-    /// constants: they have no gradient.
+    /// Lengths of the adapted weight's rows, `(out)`, without a gradient; DoRA multiplies each output by its magnitude over this length.
+    /// `times_a`: `A W^T` `(rank, out)`; `squares`: squared lengths of the base's rows `(out)`. With these the adapted weight need not be
+    /// formed: `|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b A A^T b^T`. As in PEFT, the lengths are constants for the backward pass.
     ///
     /// Source: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", equations 5 and 11.
     pub(crate) fn lengths(&self, times_a: &Tensor, squares: &Tensor) -> TensorResult<Tensor> {

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The file: keys that matter here by name, all others as they were.
+/// Content of `adapter_config.json`: the keys that matter here by name, all others in `rest`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct ConfigFile {
     peft_type: String,
@@ -123,7 +123,7 @@ impl ConfigFile {
         self.base_model_name_or_path.as_deref()
     }
 
-    /// What the keys come to, or the first that is not supported.
+    /// The LoRA settings of the keys, or an error that names the first key that is not supported.
     pub(super) fn settings(&self) -> Result<LoraSettings, String> {
         self.check_supported()?;
         let target_modules = self
@@ -220,12 +220,12 @@ impl LayerPlan {
 }
 
 impl LoraAdapter {
-    /// Reads an adapter that PEFT or querl saved; it can be trained on. Tensors become f32; [`LoraAdapter::stored_dtype`] keeps
-    /// what they were.
+    /// Reads an adapter that PEFT or querl saved; it can be trained further. Tensors are converted to f32; [`LoraAdapter::stored_dtype`] is
+    /// their type in the file.
     ///
     /// # Errors
-    /// A file is missing or damaged, the tensors are not those that the configuration makes on this decoder (another width or
-    /// vocabulary), or the adapter uses what is not supported (biases, other kinds than LoRA).
+    /// A file is missing or damaged, names or shapes of tensors differ from what the configuration makes on this decoder (another width or
+    /// vocabulary), or the adapter uses something that is not supported (biases, other kinds than LoRA).
     pub fn load(directory: &Path, config: &DecoderConfig) -> Result<Self, ModelError> {
         let Parts { file, settings, tensors, dtype } = Self::read(directory)?;
         let mut tensors = Tensors(tensors);
@@ -245,7 +245,7 @@ impl LoraAdapter {
         Self::assemble(settings, plan, vars, score, file, dtype)
     }
 
-    /// Reads both files, whatever model they are for.
+    /// Reads both files of an adapter, without checking them against a model.
     pub(crate) fn read(directory: &Path) -> Result<Parts, ModelError> {
         let (config_path, weights_path) = (required(directory, CONFIG_FILE)?, required(directory, WEIGHTS_FILE)?);
         let text = std::fs::read_to_string(&config_path).map_err(ModelError::io(&config_path))?;
@@ -269,10 +269,10 @@ impl LoraAdapter {
         self.save_as(directory, base_model, DType::F32)
     }
 
-    /// As [`LoraAdapter::save`], in another type.
+    /// Like [`LoraAdapter::save`], with the tensors in `dtype`.
     ///
     /// # Errors
-    /// As [`LoraAdapter::save`], or a type that cannot be converted to; a part of an adapter: see [`LoraAdapter::whole`].
+    /// As [`LoraAdapter::save`]; f32 cannot be converted to `dtype`; or the adapter is a shard (see [`LoraAdapter::whole`]).
     pub fn save_as(&self, directory: &Path, base_model: &str, dtype: DType) -> Result<(), ModelError> {
         self.parallel.require_unsharded("the file of an adapter")?;
         let mut tensors = BTreeMap::new();
@@ -306,7 +306,7 @@ fn not_finite(text: &str, error: &serde_json::Error) -> Option<String> {
 pub(crate) struct Parts {
     pub(crate) file: ConfigFile,
     pub(crate) settings: LoraSettings,
-    /// By their names without PEFT's prefix, in their stored types.
+    /// Tensors by name without PEFT's prefix, in their stored types.
     pub(crate) tensors: BTreeMap<String, Tensor>,
     pub(crate) dtype: DType,
 }

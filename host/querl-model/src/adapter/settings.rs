@@ -9,58 +9,58 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::marker::PhantomData;
 
-/// Settings of an adapter, by PEFT's names.
+/// Settings of a LoRA adapter, named as in PEFT's `LoraConfig`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraSettings {
-    /// Rows of A.
+    /// Rank of the matrices A and B.
     pub rank: usize,
-    /// Numerator of the scale.
+    /// Numerator of the scale `alpha / rank`.
     pub alpha: f64,
-    /// Scale by `alpha / sqrt(rank)` instead of `alpha / rank`.
+    /// Whether the scale is `alpha / sqrt(rank)` instead of `alpha / rank`.
     ///
     /// Source: Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA".
     pub use_rslora: bool,
-    /// A trained magnitude for each output (DoRA).
+    /// Whether each output has a trained magnitude (DoRA).
     ///
     /// Source: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation".
     pub use_dora: bool,
-    /// Share of an adapter's inputs set to zero in training. A forward pass applies it only where [`crate::Pass::dropout`] is set.
+    /// Dropout probability on an adapter's inputs in training. A forward pass applies it only if [`crate::Pass::dropout`] is set.
     pub dropout: f64,
-    /// The adapted layers.
+    /// The layers to adapt.
     pub target_modules: Modules,
-    /// Layers that are not adapted although they are targets.
+    /// Layers that are not adapted although `target_modules` selects them.
     pub exclude_modules: Option<Modules>,
-    /// Numbers of the adapted blocks; empty for all.
+    /// Indices of the transformer layers to adapt; empty means all.
     pub layers_to_transform: Vec<usize>,
-    /// Other ranks for some layers.
+    /// Ranks of layers by name pattern, in place of `rank`.
     pub rank_pattern: Patterns<usize>,
-    /// Other alphas for some layers.
+    /// Alphas of layers by name pattern, in place of `alpha`.
     pub alpha_pattern: Patterns<f64>,
-    /// Modules that are trained and saved whole: `embed_tokens`, `lm_head`; a classifier's `score` is not trained here.
+    /// Modules that are trained and saved in full: `embed_tokens`, `lm_head`; a classifier's `score` is not trained by the adapter.
     pub modules_to_save: Vec<String>,
-    /// Whether saved copies of a tied embedding and head are one.
+    /// Whether a tied embedding and head in `modules_to_save` have one trained copy or two.
     pub saved_copies: SavedCopies,
 }
 
-/// How a tied embedding and head in `modules_to_save` are copied.
+/// How many trained copies of a tied embedding and head `modules_to_save` makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SavedCopies {
-    /// Each has a copy of its own, and what is not saved stays as the base has it: PEFT's default.
+    /// Embedding and head each have a copy of their own, and one that is not saved stays as in the base: PEFT's default.
     #[default]
     Apart,
     /// One copy serves as both: PEFT's `ensure_weight_tying`.
     Tied,
 }
 
-/// A choice of layers.
+/// A selection of linear layers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Written", into = "Written")]
 pub enum Modules {
-    /// Every linear layer but the head.
+    /// All linear layers except the head.
     AllLinear,
-    /// Those whose path is one of these or ends in a dot and one of these.
+    /// Layers whose path equals one of these names or ends in a dot and one of them.
     Named(Vec<String>),
-    /// Those whose path fits the regular expression as a whole.
+    /// Layers whose whole path matches this regular expression.
     Pattern(String),
 }
 
@@ -79,7 +79,7 @@ const LINEAR_NAMES: [&str; 7] = ["down_proj", "gate_proj", "k_proj", "o_proj", "
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens";
 pub(crate) const HEAD: &str = "lm_head";
-/// Path of a classifier's head.
+/// Path of the classification head.
 pub(crate) const SCORE: &str = "score";
 
 impl From<Written> for Modules {
@@ -106,7 +106,7 @@ impl From<Modules> for Written {
 type Matcher<'a> = Box<dyn Fn(&str) -> bool + 'a>;
 
 impl Modules {
-    /// From a configuration's list: `["all-linear"]` or the last parts of layers' paths.
+    /// The selection of a list in a configuration: `["all-linear"]` or the last parts of layers' paths.
     pub fn from_names(names: &[String]) -> Self {
         Written::List(names.to_vec()).into()
     }
@@ -148,7 +148,7 @@ pub(super) struct LayerPlan {
 }
 
 impl LoraSettings {
-    /// All linear layers of a decoder, plain scaling.
+    /// Settings that adapt all linear layers of a decoder, with the scale `alpha / rank`.
     pub fn all_linear(rank: usize, alpha: f64) -> Self {
         Self {
             rank,
@@ -171,7 +171,7 @@ impl LoraSettings {
         (alpha / if self.use_rslora { rank.sqrt() } else { rank }) as f32
     }
 
-    /// Every layer that this adapts, in the order of the decoder's layers, with its rank and scale.
+    /// Every layer of a decoder that these settings adapt, in the decoder's order, with its rank and scale.
     ///
     /// Source: PEFT's `check_target_module_exists` and `LoraModel._create_and_replace`.
     pub(super) fn plan(&self, config: &DecoderConfig) -> Result<Vec<LayerPlan>, String> {
@@ -255,9 +255,9 @@ fn candidates(config: &DecoderConfig) -> Vec<(String, LayerKind, usize, usize)> 
     layers
 }
 
-/// Values by pattern, in the order of the file: the first pattern that fits a layer counts.
+/// Values by name pattern, in the order of the file: the first pattern that matches a layer applies.
 ///
-/// A pattern fits a name if it fits the whole of it or what follows one of its dots.
+/// A pattern matches a name if it matches the whole name or all that follows one of the name's dots.
 ///
 /// Source: PEFT's `get_pattern_key` (`peft/utils/other.py`).
 #[derive(Debug, Clone, PartialEq)]
@@ -276,7 +276,7 @@ impl<T> FromIterator<(String, T)> for Patterns<T> {
 }
 
 impl<T: Copy> Patterns<T> {
-    /// True without any pattern.
+    /// Whether there are no patterns.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

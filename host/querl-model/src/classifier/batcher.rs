@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-/// Texts of one request that are classified together even beyond `max_texts`: lists of ordinary size are not split.
+/// Number of texts up to which a request is never split, even if it has more than [`BatchLimits::max_texts`].
 pub const MAX_UNSPLIT_TEXTS: usize = 32;
 
 /// Batch size and queue limits.
@@ -24,23 +24,23 @@ pub struct BatchLimits {
     pub max_waiting: usize,
 }
 
-/// Classification of a text.
+/// Result of classifying one text.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Classification {
-    /// One logit per class.
+    /// Logits of the classes, one per class.
     pub logits: Vec<f64>,
-    /// Tokens that were classified.
+    /// Number of tokens that were classified.
     pub n_tokens: usize,
-    /// Tokens that were truncated.
+    /// Number of tokens that were left out by truncation.
     pub n_left_out: usize,
 }
 
 /// Statistics of one batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BatchStats {
-    /// Requests with a text in the batch.
+    /// Number of requests with a text in the batch.
     pub n_requests: usize,
-    /// Texts in the batch.
+    /// Number of texts in the batch.
     pub n_texts: usize,
     /// Time of the forward pass.
     pub elapsed: Duration,
@@ -60,10 +60,10 @@ pub enum QueueError {
 
 /// Callback of a request.
 pub trait RequestCallback: Send {
-    /// False once the request is cancelled: its remaining texts are skipped.
+    /// Whether the request is still wanted; once it is cancelled, its remaining texts are skipped.
     fn is_active(&self) -> bool;
 
-    /// Receives the results in the order of the texts, on the worker thread; an error is a sentence.
+    /// Receives the results in the order of the texts, or an error message; called on the worker thread.
     fn on_results(self: Box<Self>, results: Result<Vec<Classification>, String>);
 }
 
@@ -88,8 +88,8 @@ pub struct Batcher {
 }
 
 impl Batcher {
-    /// The queue and its worker. The worker should run on the thread that called [`set_threads`](crate::set_threads), which is then one of
-    /// the threads of each product.
+    /// Creates the queue and its worker. The worker should run on the thread that called [`set_threads`](crate::set_threads), which is then
+    /// one of the threads that compute each matrix product.
     pub fn new(
         classifier: impl Into<Arc<Classifier>>,
         tokenizer: impl Into<Arc<ClassifierTokenizer>>,
@@ -104,17 +104,17 @@ impl Batcher {
         (batcher, BatchWorker { classifier, receiver, limits, n_waiting, observer, _sign_of_life: sign_of_life })
     }
 
-    /// Class names.
+    /// Class names of the classifier.
     pub fn labels(&self) -> &Labels {
         &self.labels
     }
 
-    /// Texts in the queue and in the running batch.
+    /// Number of texts in the queue and in the running batch.
     pub fn n_waiting(&self) -> usize {
         self.n_waiting.load(Ordering::Relaxed)
     }
 
-    /// False once the worker has ended.
+    /// Whether the worker is still running.
     pub fn is_alive(&self) -> bool {
         self.worker.strong_count() > 0
     }
@@ -146,7 +146,7 @@ impl Batcher {
     /// Classifies texts and waits for the results.
     ///
     /// # Errors
-    /// As [`Batcher::submit`], or the model failed; a sentence.
+    /// As [`Batcher::submit`], or an error message of the model.
     pub fn classify(&self, texts: &[&str]) -> Result<Vec<Classification>, String> {
         let (sender, receiver) = channel();
         self.submit(texts, Box::new(BlockingCallback(sender))).map_err(|error| error.to_string())?;
@@ -167,7 +167,7 @@ impl RequestCallback for BlockingCallback {
     }
 }
 
-/// The worker of a [`Batcher`].
+/// The worker of a [`Batcher`], which classifies the queued texts.
 pub struct BatchWorker {
     classifier: Arc<Classifier>,
     receiver: Receiver<QueuedRequest>,
@@ -178,7 +178,7 @@ pub struct BatchWorker {
 }
 
 impl BatchWorker {
-    /// Classifies until the [`Batcher`] is dropped and all its requests are answered.
+    /// Classifies until the [`Batcher`] is dropped and all its requests are answered; blocks the calling thread.
     pub fn run(self) {
         let mut waiting = VecDeque::new();
         loop {

@@ -20,7 +20,7 @@ const PICKLED: &str = "pytorch_model.bin";
 
 const PROBLEM_TYPE: &str = "single_label_classification";
 
-/// A folder's tensors, checked by name and shape: mapped safetensors, or read from `pytorch_model.bin`.
+/// Tensors of a classifier folder, checked by name and shape: memory-mapped safetensors, or read from `pytorch_model.bin`.
 pub(super) struct Opened {
     config: DecoderConfig,
     tensors: Box<dyn Tensors>,
@@ -60,7 +60,7 @@ impl Opened {
     }
 }
 
-/// The id that pads a batch elsewhere: as `config.json` has it, else as the tokenizer does.
+/// The padding token id for implementations that pad batches: from `config.json`, or else from the tokenizer.
 pub(super) fn pad_id(directory: &Path) -> Result<Option<u32>, ModelError> {
     let config = read_json(&required(directory, "config.json")?)?;
     match config["pad_token_id"].as_u64() {
@@ -70,7 +70,7 @@ pub(super) fn pad_id(directory: &Path) -> Result<Option<u32>, ModelError> {
     }
 }
 
-/// Checks that the classifier predicts one class of several: for other problem types transformers applies no softmax.
+/// Checks that the problem type is single-label classification: for other types transformers applies no softmax.
 pub(super) fn check_problem_type(directory: &Path) -> Result<(), ModelError> {
     let path = required(directory, "config.json")?;
     match read_json(&path)?["problem_type"].as_str() {
@@ -102,7 +102,7 @@ fn remove_other_kind(directory: &Path, is_adapter: bool) -> Result<(), ModelErro
 }
 
 impl Classifier {
-    /// How many positions a model's folder has: most tokens of a text.
+    /// Maximum number of tokens of a text for the model in a folder.
     ///
     /// # Errors
     /// `config.json` cannot be read, or is of an architecture that is not supported.
@@ -110,13 +110,13 @@ impl Classifier {
         Ok(DecoderConfig::load_backbone(&required(directory, "config.json")?)?.max_positions)
     }
 
-    /// Writes it where transformers' `AutoModelForSequenceClassification` or, with an adapter, PEFT reads it: configuration, weights
-    /// in f32, `label_mapping.json` and the base's tokenizer. `base` is where it was made from. Weights and adapters that are there
-    /// already are replaced.
+    /// Writes the classifier in the layout of transformers' `AutoModelForSequenceClassification` or, with an adapter, of PEFT:
+    /// configuration, weights in f32, `label_mapping.json` and the base's tokenizer. `base`: the folder from which the classifier was made.
+    /// Weights and adapters in `directory` are replaced.
     ///
     /// # Errors
-    /// A file cannot be read or written; `directory` is the base's own; or the decoder was loaded frozen and has no adapter, so that there
-    /// is nothing but a head to write.
+    /// A file cannot be read or written; `directory` is the base's own; or the decoder was loaded frozen and has no adapter, so that only a
+    /// head could be written.
     pub fn save(&self, directory: &Path, base: &Path) -> Result<(), ModelError> {
         if self.adapter.is_none() && self.decoder.vars().is_empty() {
             return Err(ModelError::bad_file(directory, "a classifier with frozen weights is not written again"));
@@ -163,24 +163,24 @@ const ANSWER: &str = "\n回答：";
 /// A truncated question keeps at least this share of the tokens.
 const QUESTION_SHARE: usize = 4;
 
-/// A model folder's tokenizer, for texts alone.
+/// The tokenizer of a model folder, without chat template.
 pub struct ClassifierTokenizer {
     inner: Tokenizer,
     pad_id: Option<u32>,
     max_length: usize,
 }
 
-/// A text's tokens.
+/// Token ids of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
-    /// At most `max_length`.
+    /// Token ids, at most `max_length`.
     pub ids: Vec<u32>,
-    /// Tokens that were truncated.
+    /// Number of tokens that were left out by truncation.
     pub n_left_out: usize,
 }
 
 impl ClassifierTokenizer {
-    /// Loads `tokenizer.json`; `max_length` is the most tokens of a text, at least 1.
+    /// Loads `tokenizer.json`; `max_length`: maximum number of tokens of a text, at least 1.
     ///
     /// # Errors
     /// The file is missing or damaged.
@@ -200,13 +200,14 @@ impl ClassifierTokenizer {
         Ok(Self { inner, pad_id, max_length: max_length.max(1) })
     }
 
-    /// The id that pads a batch elsewhere.
+    /// The padding token id for implementations that pad batches; querl does not pad.
     pub fn pad_id(&self) -> Option<u32> {
         self.pad_id
     }
 
-    /// A text's tokens, special tokens included; a control token in the text is encoded as text. A long text is truncated at the end,
-    /// as in transformers; in a dialogue (`用户问题：...\n回答：...`) question and answer are each truncated, so that both remain.
+    /// Token ids of a text, special tokens included; a control token in the text is encoded as text. A long text is truncated at the end,
+    /// as in transformers; in a dialogue (`用户问题：...
+    /// 回答：...`) question and answer are each truncated, so that both remain.
     ///
     /// # Errors
     /// The tokenizer fails, or finds no token in the text.

@@ -9,7 +9,7 @@ use std::path::Path;
 
 const MAPPING_FILE: &str = "label_mapping.json";
 
-/// Names of the classes, each at the position of its id, no two alike.
+/// Class names, indexed by class id and all different.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Labels {
     names: Vec<String>,
@@ -17,10 +17,10 @@ pub struct Labels {
 }
 
 impl Labels {
-    /// At least two names, and for each another in English or none at all.
+    /// Makes labels of at least two class names; `english`: an English name for each, or `None`.
     ///
     /// # Errors
-    /// Fewer than two, one that is empty or comes twice, or another number of English ones.
+    /// Fewer than two names, an empty or repeated name, or another number of English names.
     pub fn new(names: Vec<String>, english: Option<Vec<String>>) -> Result<Self, String> {
         if names.len() < 2 {
             return Err(format!("{} labels; a classifier needs two at least", names.len()));
@@ -40,33 +40,33 @@ impl Labels {
         }
     }
 
-    /// By id.
+    /// Class names, indexed by class id.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// In English, by id, where they are known.
+    /// English class names, indexed by class id; `None` if there are none.
     pub fn english(&self) -> Option<&[String]> {
         self.english.as_deref()
     }
 
-    /// How many classes.
+    /// Number of classes.
     pub fn n_classes(&self) -> usize {
         self.names.len()
     }
 
-    /// The id of a name, in either language.
+    /// The class id of a name, in either language.
     pub fn id(&self, name: &str) -> Option<usize> {
         let of = |names: &[String]| names.iter().position(|own| own == name);
         of(&self.names).or_else(|| of(self.english.as_ref()?))
     }
 
-    /// Whether a folder names labels in a file of their own.
+    /// Whether a folder has a `label_mapping.json`.
     pub(super) fn are_in(directory: &Path) -> bool {
         directory.join(MAPPING_FILE).is_file()
     }
 
-    /// Those of a folder: `label_mapping.json`, else `id2label` of `config.json`.
+    /// Reads the labels of a folder: from `label_mapping.json`, or else from `id2label` of `config.json`.
     pub(super) fn read(directory: &Path) -> Result<Self, ModelError> {
         let (mapping, config) = (directory.join(MAPPING_FILE), directory.join("config.json"));
         let of_config = |path: &Path| {
@@ -101,7 +101,7 @@ impl Labels {
         write_json(&directory.join(MAPPING_FILE), &file)
     }
 
-    /// Ids as text, as JSON has keys.
+    /// JSON object of class names by class id.
     pub(super) fn id_to_label(&self) -> Value {
         by_id(&self.names)
     }

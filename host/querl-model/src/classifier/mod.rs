@@ -1,4 +1,4 @@
-//! Classifiers of texts: a decoder and a head that turns the hidden state of a text's last token into a logit for each class.
+//! Text classifiers: a decoder and a classification head that maps the hidden state of a text's last token to a logit per class.
 //!
 //! They are read from and written to the layout of transformers' `Qwen2ForSequenceClassification` and
 //! `Qwen3ForSequenceClassification`, or PEFT's of an adapter for such a model. Texts are packed without padding, so that the result
@@ -27,16 +27,16 @@ use std::path::Path;
 
 const HEAD_WEIGHT: &str = "score.weight";
 
-/// What is trained of a new classifier, in addition to its head.
+/// Which weights of a new classifier are trained in addition to its head.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Tuning {
-    /// Every weight.
+    /// Every weight of the decoder.
     Full,
-    /// A new adapter; the decoder's weights stay as they are.
+    /// A new LoRA adapter; the decoder's weights are frozen.
     Lora(LoraSettings),
 }
 
-/// A decoder with a head of classes.
+/// A text classifier: a decoder with a classification head.
 pub struct Classifier {
     decoder: Decoder,
     adapter: Option<LoraAdapter>,
@@ -47,8 +47,8 @@ pub struct Classifier {
 }
 
 impl Classifier {
-    /// A classifier to train: the decoder of a language model or a classifier, with a new head: normal with the configuration's
-    /// deviation, as transformers makes it.
+    /// Makes a classifier to train: the decoder of a language model or a classifier, and a new head with normally distributed weights of
+    /// the configuration's `initializer_range`, as in transformers.
     ///
     /// # Errors
     /// A file is missing or damaged, the architecture is not supported, or the adapter's settings do not fit the model.
@@ -77,11 +77,11 @@ impl Classifier {
         Ok(Self::assemble(decoder, adapter, score, labels, files::pad_id(base)?))
     }
 
-    /// A classifier that transformers or querl saved whole.
+    /// Loads a classifier that transformers or querl saved with all its weights.
     ///
     /// # Errors
-    /// A file is missing or damaged, the architecture is not a classifier's, the head has another size than the labels, or the
-    /// configuration asks for another answer than one class of several.
+    /// A file is missing or damaged, the architecture is not a classifier's, the head has another size than the labels, or the problem type
+    /// is not single-label classification.
     pub fn load(directory: &Path, weights: Weights, dtype: BaseDtype) -> Result<Self, ModelError> {
         let opened = Opened::open(directory)?;
         files::check_problem_type(directory)?;
@@ -99,11 +99,11 @@ impl Classifier {
         Ok(Self::assemble(decoder, None, score, labels, files::pad_id(directory)?))
     }
 
-    /// Names of the classes of a folder, without its weights: what [`Classifier::load`] would have, or with a base
+    /// Class names of a classifier folder, read without its weights: those of [`Classifier::load`], or with `base` those of
     /// [`Classifier::load_adapted`].
     ///
     /// # Errors
-    /// No file there names them.
+    /// No file in the folder has class names.
     pub fn labels_in(directory: &Path, base: Option<&Path>) -> Result<Labels, ModelError> {
         match base {
             Some(base) if !Labels::are_in(directory) => Labels::read(base),
@@ -111,8 +111,8 @@ impl Classifier {
         }
     }
 
-    /// A classifier of a base and an adapter for it, saved by PEFT (`task_type` `SEQ_CLS`) or querl: the head is the adapter's. Labels
-    /// are the adapter's where its folder has them, else the base's.
+    /// Loads a base model with an adapter that PEFT (`task_type` `SEQ_CLS`) or querl saved. The head is the adapter's; labels are the
+    /// adapter's if its folder has any, or else the base's.
     ///
     /// # Errors
     /// As [`Classifier::load`]; the adapter is for another model, or has no head.
@@ -158,7 +158,7 @@ impl Classifier {
         }
     }
 
-    /// Names of the classes.
+    /// Class names.
     pub fn labels(&self) -> &Labels {
         &self.labels
     }
@@ -168,19 +168,19 @@ impl Classifier {
         &self.decoder
     }
 
-    /// The adapter, where there is one.
+    /// The adapter; `None` if there is none.
     pub fn adapter(&self) -> Option<&LoraAdapter> {
         self.adapter.as_ref()
     }
 
-    /// What is trained, by name: adapter or weights, and the head.
+    /// Trained variables by name: those of the adapter or the weights, and the head.
     pub fn vars(&self) -> &BTreeMap<String, Var> {
         &self.vars
     }
 
-    /// Logits `(N, classes)` of N texts as tokens, each with one at least. Shared prefixes are computed once.
+    /// Logits `(N, classes)` of N texts, given as token ids, at least one each. Shared prefixes are computed once.
     ///
-    /// `pass`: settings of the forward pass; its adapter is this classifier's, or a view of it.
+    /// `pass`: settings of the forward pass; its adapter must be this classifier's, or a view of it.
     ///
     /// # Errors
     /// A text without tokens, a token outside the vocabulary, or a text longer than the model's positions.
@@ -197,8 +197,8 @@ impl Classifier {
         Ok(hidden.matmul(&self.score.t()?)?) // (N, classes)
     }
 
-    /// Logits of any number of texts, in their order, without gradients. Texts of like length go together, `tokens_per_pass` at most
-    /// in a pass; the result does not depend on that.
+    /// Logits of any number of texts, in their order, without gradients. Texts of similar length share a forward pass of at most
+    /// `tokens_per_pass` tokens; the result does not depend on that.
     ///
     /// # Errors
     /// As [`Classifier::logits`].
@@ -222,7 +222,7 @@ impl Classifier {
     }
 }
 
-/// Positions of texts in passes of at most `limit` tokens, longest first; a text that is longer has a pass of its own.
+/// Groups indices of texts into passes of at most `limit` tokens, longest texts first; a text longer than that has a pass of its own.
 pub fn by_length(texts: &[&[u32]], limit: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..texts.len()).collect();
     order.sort_by_key(|&index| std::cmp::Reverse(texts[index].len()));

@@ -8,48 +8,48 @@ use querl_core::model_config::{Keys, NoOp, bounds};
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
-    /// Positions divided by a factor.
+    /// Linear scaling (position interpolation): positions are divided by a factor.
     Linear {
-        /// The factor.
+        /// Divisor of positions.
         factor: f64,
     },
-    /// Dynamic NTK: without effect up to the model's positions. Longer sequences, whose frequencies depend on the sequence's length,
-    /// are refused.
+    /// Dynamic NTK: no effect on sequences up to the model's positions. Longer sequences are refused, since their frequencies would depend
+    /// on the sequence's length.
     Dynamic {
-        /// Factor of the base beyond the model's positions.
+        /// Factor on the RoPE base for sequences beyond the model's positions.
         factor: f64,
     },
-    /// As in Llama 3.1.
+    /// Scaling of Llama 3.1.
     Llama3(Llama3Scaling),
     /// YaRN: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models".
     Yarn(YarnScaling),
 }
 
-/// Low frequencies divided, high ones kept, those between interpolated.
+/// Scaling of Llama 3.1: low frequencies are divided by a factor, high ones are kept, those between are interpolated.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct Llama3Scaling {
     /// Factor by which low frequencies are divided.
     pub factor: f64,
-    /// Wavelengths above `original_max_position_embeddings` over this are scaled in full.
+    /// Wavelengths above `original_max_position_embeddings / low_freq_factor` are scaled in full.
     pub low_freq_factor: f64,
-    /// Wavelengths below `original_max_position_embeddings` over this are kept.
+    /// Wavelengths below `original_max_position_embeddings / high_freq_factor` are not scaled.
     pub high_freq_factor: f64,
-    /// Positions of pretraining.
+    /// Maximum number of positions in pretraining.
     pub original_max_position_embeddings: usize,
 }
 
-/// Frequencies interpolated by a ramp over dimensions, cosines and sines multiplied.
+/// YaRN: frequencies are interpolated by a ramp over dimensions, and cosines and sines are multiplied by a factor.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct YarnScaling {
     /// Factor by which low frequencies are divided.
     pub factor: f64,
-    /// Positions of pretraining.
+    /// Maximum number of positions in pretraining.
     pub original_max_position_embeddings: usize,
-    /// Dimensions with more rotations than this over the positions of pretraining are kept.
+    /// Dimensions with more rotations than this over the positions of pretraining keep their frequency.
     pub beta_fast: f64,
     /// Dimensions with fewer rotations than this are scaled in full.
     pub beta_slow: f64,
-    /// Factor of cosines and sines.
+    /// Factor on cosines and sines.
     pub attention_factor: f64,
     /// Whether the ends of the ramp are rounded to whole dimensions.
     pub truncate: bool,
@@ -99,9 +99,9 @@ impl Rope {
         }
     }
 
-    /// Most tokens of a sequence: `max_position_embeddings`, times the factor with linear scaling, and with YaRN at least the positions
-    /// of pretraining times the factor. With YaRN configurations keep the positions of pretraining in `max_position_embeddings` or not.
-    /// vLLM takes these products too.
+    /// Maximum number of tokens of a sequence: `max_position_embeddings`, times the factor with linear scaling, and with YaRN at least the
+    /// positions of pretraining times the factor, since some YaRN configurations have the positions of pretraining in
+    /// `max_position_embeddings`. vLLM computes the same products.
     pub(super) fn max_positions(&self, max_position_embeddings: usize) -> Result<usize, String> {
         let (name, original, factor) = match self.scaling {
             Some(RopeScaling::Linear { factor }) => ("linear scaling", max_position_embeddings, factor),
@@ -262,7 +262,7 @@ fn magnitude_scale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
 
-/// Inverse frequencies `(D / 2)`, and the factor of cosines and sines.
+/// Inverse RoPE frequencies `(D / 2)`, and the factor on cosines and sines.
 pub(crate) fn inverse_frequencies(head_dim: usize, theta: f64, scaling: Option<&RopeScaling>) -> (Vec<f32>, f32) {
     let periods = (0..head_dim / 2).map(|j| theta.powf(2.0 * j as f64 / head_dim as f64) as f32);
     match scaling {

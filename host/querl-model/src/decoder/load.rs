@@ -38,7 +38,7 @@ impl Decoder {
     /// makes; tensors are uploaded one after another.
     ///
     /// # Errors
-    /// As [`Decoder::load_as`]; another type of frozen weights on a GPU.
+    /// As [`Decoder::load_as`]; or a GPU does not support `dtype`.
     pub fn load_on(
         directory: &Path,
         weights: Weights,
@@ -49,10 +49,10 @@ impl Decoder {
         Self::from_weights(stored.config.clone(), WeightLoader::new(&stored, weights, dtype, compute_device)?)
     }
 
-    /// One rank's shard of a frozen model: only that shard of split tensors is read.
+    /// Loads one rank's shard of a frozen model; of split tensors only the shard is read.
     ///
     /// # Errors
-    /// As [`Decoder::load_on`], or a model that cannot be split so: see [`Shard::check`].
+    /// As [`Decoder::load_on`], or the model cannot be split over these ranks: see [`Shard::check`].
     pub fn load_shard(
         directory: &Path,
         dtype: BaseDtype,
@@ -66,9 +66,9 @@ impl Decoder {
         Self::from_weights(config, source)
     }
 
-    /// A decoder whose frozen weights are random, for measurements: normal with the config's deviation, norms 1, biases 0. Values
-    /// depend on the seed and on a tensor's name alone. No file is read or written, and tensors are made one after another where
-    /// they stay.
+    /// A decoder with random frozen weights, for benchmarks: normally distributed with the configuration's `initializer_range`, norms 1,
+    /// biases 0. Values depend on the seed and on a tensor's name alone. No file is read or written, and tensors are made one after another
+    /// on their device.
     ///
     /// # Errors
     /// A tensor cannot be made, or as [`Decoder::load_on`].
@@ -84,7 +84,7 @@ impl Decoder {
     /// One rank's shard of the decoder that [`Decoder::random`] makes.
     ///
     /// # Errors
-    /// As [`Decoder::random`], or a model that cannot be split so: see [`Shard::check`].
+    /// As [`Decoder::random`], or the model cannot be split over these ranks: see [`Shard::check`].
     pub fn random_shard(
         config: DecoderConfig,
         seed: u64,
@@ -98,7 +98,7 @@ impl Decoder {
         Self::from_weights(config, source)
     }
 
-    /// Fresh weights: normal with the config's deviation, norms 1, biases 0; every weight is a variable.
+    /// A decoder with new trained weights: normally distributed with the configuration's `initializer_range`, norms 1, biases 0.
     ///
     /// # Errors
     /// A tensor cannot be made.

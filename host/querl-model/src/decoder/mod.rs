@@ -34,32 +34,32 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Shape of the whole model.
+    /// Configuration of the full model.
     pub fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
-    /// Shape of this rank's shard.
+    /// Configuration of this rank's shard.
     pub fn local_config(&self) -> &DecoderConfig {
         &self.local
     }
 
-    /// Which shard of the model this is.
+    /// This rank's shard of the model.
     pub fn shard(&self) -> Shard {
         self.parallel.shard()
     }
 
-    /// The tensor-parallel ranks.
+    /// This rank's tensor-parallel shard and process group.
     pub fn parallel(&self) -> &TensorParallel {
         &self.parallel
     }
 
-    /// The device of its weights and passes.
+    /// The device that holds the weights and computes the passes.
     pub fn compute_device(&self) -> &ComputeDevice {
         &self.compute_device
     }
 
-    /// Trained base weights by name; empty where they are frozen.
+    /// Trained base weights by name; empty if the base is frozen.
     pub fn vars(&self) -> &BTreeMap<String, Var> {
         &self.vars
     }
@@ -72,11 +72,11 @@ impl Decoder {
         Ok(self.forward(batch, None, &Pass::with(adapter))?)
     }
 
-    /// Hidden states after the final norm of some rows, `(rows, H)` in the order given; a row may be named more than once.
-    /// What only those rows need is computed for those rows alone; for no rows nothing is.
+    /// Hidden states after the final norm of the given rows, `(rows, H)` in the order given; a row may be named more than once. The last
+    /// layer computes everything but keys and values for these rows alone; for no rows nothing is computed.
     ///
     /// # Errors
-    /// As [`Decoder::hidden_states`]; a row that the batch does not have.
+    /// As [`Decoder::hidden_states`]; or a row that the batch does not have.
     pub fn hidden_at(&self, batch: &PackedBatch, rows: &[u32], pass: &Pass<'_>) -> Result<Tensor, ModelError> {
         let mut query_rows = rows.to_vec();
         query_rows.sort_unstable();
@@ -94,8 +94,8 @@ impl Decoder {
         Ok(kernels::select_rows(&hidden, indices)?)
     }
 
-    /// Log-probability of `targets` and entropy of the distribution, `(N, 2)`, for N rows of hidden states. The adapter is the
-    /// one that made them: it may have changed the head too.
+    /// Log-probability of `targets` and entropy of the distribution, `(N, 2)` in nats, for N rows of hidden states. `adapter`: the one with
+    /// which the hidden states were computed, since it may change the head too.
     ///
     /// # Errors
     /// See [`kernels::token_logprobs`].
@@ -109,15 +109,15 @@ impl Decoder {
         Ok(kernels::token_logprobs(hidden, &self.head(adapter)?, &Arc::new(targets), temperature)?)
     }
 
-    /// Logits `(N, V)` of N rows of hidden states. The adapter is the one that made them.
+    /// Logits `(N, V)` of N rows of hidden states. `adapter`: the one with which the hidden states were computed.
     ///
     /// # Errors
-    /// Shapes that do not fit.
+    /// Shapes do not match.
     pub fn logits(&self, hidden: &Tensor, adapter: Option<&LoraAdapter>) -> Result<Tensor, ModelError> {
         Ok(kernels::linear(hidden, &self.head(adapter)?, None)?)
     }
 
-    /// Writes `model.safetensors`. Tied heads are not written twice.
+    /// Writes `model.safetensors` with tensors in `dtype`; a tied head is not written.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -155,7 +155,7 @@ impl Decoder {
         kernels::rms_norm(&x, &self.norm, self.config.rms_norm_eps)
     }
 
-    /// What all layers of this decoder have in common.
+    /// Parameters that all layers of this decoder share, such as the RoPE table.
     pub fn context(&self) -> LayerContext {
         LayerContext {
             rope: self.rope.clone(),
@@ -175,13 +175,13 @@ impl Decoder {
         Ok(LayerPass { layer_rows: LayerRows { context: self.context(), rows, query_rows: None }, attention })
     }
 
-    /// The pass with the sliding window of a layer.
+    /// `pass` with the sliding window of layer `layer`.
     pub(crate) fn with_window(&self, pass: &LayerPass, layer: usize) -> LayerPass {
         let queries = pass.attention.queries.with_window(self.config.sliding_window(layer));
         LayerPass { attention: PackedAttention { queries, ..pass.attention.clone() }, ..pass.clone() }
     }
 
-    /// The same with some of the batch's rows, ascending, as queries.
+    /// `all` with only some of the batch's rows as queries; `query_rows`: their indices, ascending.
     pub(crate) fn query_pass(
         &self,
         batch: &PackedBatch,
@@ -225,7 +225,7 @@ impl Decoder {
         weight.to_tensor()
     }
 
-    /// Rows of the embedding, `(N, H)`, with the adapter applied.
+    /// Rows of the embedding for the batch's tokens, `(N, H)`, with the adapter applied.
     pub(super) fn embed(&self, batch: &PackedBatch, adapter: Option<&LoraAdapter>) -> TensorResult<Tensor> {
         let ids = || Tensor::from_slice(&batch.token_ids, batch.n_rows(), self.norm.device());
         if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(EMBEDDING)) {
@@ -241,7 +241,7 @@ impl Decoder {
         rows + (down.matmul(&pair.b.t()?)? * f64::from(pair.scale))?
     }
 
-    /// The head `(V, H)` with the adapter applied; a tensor of its own where that changes it.
+    /// The head `(V, H)` with the adapter applied; a new tensor if the adapter changes the head.
     pub(super) fn head(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
         if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(HEAD)) {
             return Ok(Weight::Trained(saved.clone()));
@@ -252,7 +252,7 @@ impl Decoder {
         }
     }
 
-    /// Every layer in order.
+    /// All layers in order, with the adapter's matrices.
     pub fn adapted_layers<'a>(
         &'a self,
         adapter: Option<&'a LoraAdapter>,
@@ -260,17 +260,17 @@ impl Decoder {
         self.layers.iter().map(move |layer| layer.adapted(adapter))
     }
 
-    /// Weight of the last norm `(H)`.
+    /// Weight `(H)` of the RMSNorm before the head.
     pub fn final_norm(&self) -> &Tensor {
         &self.norm
     }
 
-    /// See [`crate::Accelerator::upload_rope`].
+    /// RoPE table in an accelerator's memory, `None` on the CPU; see [`crate::backend::LayerAccelerator::upload_rope`].
     pub fn device_rope(&self) -> Option<&DeviceState> {
         self.device_rope.as_ref()
     }
 
-    /// The embedding `(V, H)`; a tensor of its own, independent of later training, where an adapter changes it.
+    /// The embedding `(V, H)` with the adapter applied; if the adapter changes it, a new tensor that does not follow later training.
     pub fn adapted_embedding(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
         if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(EMBEDDING)) {
             return Ok(Weight::Trained(saved.detach().copy()?));
@@ -280,7 +280,7 @@ impl Decoder {
         Ok(Weight::Trained((self.base_weight(EMBEDDING)? + change)?))
     }
 
-    /// The head `(V, H)`, as the embedding.
+    /// The head `(V, H)` with the adapter applied; if the adapter changes it, a new tensor that does not follow later training.
     pub fn adapted_head(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
         match self.head(adapter)? {
             Weight::Trained(head) => Ok(Weight::Trained(head.detach().copy()?)),
@@ -311,25 +311,25 @@ impl Decoder {
     }
 }
 
-/// One linear layer.
+/// A linear layer of the base with its LoRA matrices.
 pub struct AdaptedLinear<'a> {
-    /// `(out, in)`.
+    /// Weight `(out, in)`.
     pub weight: &'a Weight,
-    /// `(out)`.
+    /// Bias `(out)`.
     pub bias: Option<&'a Tensor>,
-    /// LoRA A and B with their scale.
+    /// LoRA A and B with their scale; `None` if the layer is not adapted.
     pub pair: Option<&'a LoraPair>,
-    /// DoRA's factor on each output `(out)`, before the bias.
+    /// DoRA's factor on each output `(out)`, applied before the bias.
     pub factor: Option<Tensor>,
 }
 
-/// One decoder layer.
+/// A transformer layer of the base with its LoRA matrices.
 pub struct AdaptedLayer<'a> {
-    /// `(H)`.
+    /// Weight `(H)` of the RMSNorm before attention.
     pub input_norm: &'a Tensor,
-    /// `(H)`.
+    /// Weight `(H)` of the RMSNorm before the feed-forward layer.
     pub post_attention_norm: &'a Tensor,
-    /// Weights of the per-head norms of queries and keys.
+    /// Weights of the per-head RMSNorms of queries and keys; `None` for models without them.
     pub qk_norm: Option<&'a [Tensor; 2]>,
     /// q_proj, k_proj, v_proj.
     pub qkv: [AdaptedLinear<'a>; 3],
@@ -403,10 +403,10 @@ impl LoraAdapter {
         Self::init(base.config(), settings, seed, |path| base.base_weight(path))?.for_decoder(base)
     }
 
-    /// A whole adapter on the device of a decoder, and of it the shard that belongs to the decoder's shard.
+    /// Moves a full adapter to the device of a decoder, and keeps the shard of it that belongs to the decoder's shard.
     ///
     /// # Errors
-    /// No memory is left, or the adapter cannot be split as its base is.
+    /// The device is out of memory, or the adapter cannot be split as its base is.
     pub fn for_decoder(self, base: &Decoder) -> Result<Self, ModelError> {
         self.sharded(base.compute_device(), base.parallel())
     }

@@ -5,49 +5,50 @@ use crate::DecoderConfig;
 use crate::kv_cache::{BLOCK_TOKENS, n_splits, split_values};
 use std::collections::BTreeMap;
 
-/// Responses for which a GPU has KV cache blocks at once. A further one waits until others end.
+/// KV cache capacity of a GPU: the responses whose blocks fit at once. A further response waits until others end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheRoom {
-    /// Running responses, or beams.
+    /// Number of responses, or beams, that run at once.
     pub n_responses: usize,
-    /// Different prompts that they follow: responses to one prompt share its blocks.
+    /// Number of different prompts of these responses; responses to one prompt share its blocks.
     pub n_prompts: usize,
-    /// Tokens of the longest prompt.
+    /// Number of tokens of the longest prompt.
     pub longest_prompt: usize,
-    /// Tokens of the longest response.
+    /// Maximum number of tokens of a response.
     pub max_new_tokens: usize,
 }
 
 impl CacheRoom {
-    /// Tokens of the longest sequence.
+    /// Maximum number of tokens of a sequence: the longest prompt and response.
     pub fn longest(&self) -> usize {
         self.longest_prompt + self.max_new_tokens
     }
 
-    /// KV cache blocks, with those of kept prefixes and of the one prompt that waits for its next response.
+    /// Number of KV cache blocks: those of the responses, of their prompts and one more prompt, and of `max_prefix_tokens` cached prefix
+    /// tokens.
     pub fn n_blocks(&self, max_prefix_tokens: usize) -> usize {
         let prompts = (self.n_prompts + 1) * blocks_of_prompt(self.longest_prompt);
         self.n_responses * blocks_of_response(self.max_new_tokens) + prompts + max_prefix_tokens.div_ceil(BLOCK_TOKENS)
     }
 
-    /// Bytes of the KV cache with `value_bytes` per value.
+    /// Bytes of the KV cache with `value_bytes` bytes per value.
     pub fn cache_bytes(&self, config: &DecoderConfig, max_prefix_tokens: usize, value_bytes: usize) -> u64 {
         let of_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * value_bytes;
         (self.n_blocks(max_prefix_tokens) * BLOCK_TOKENS * of_token) as u64
     }
 
-    /// Bytes of all other buffers of a decode step on a GPU, weights excluded; `rank`: of adapters, 0 without.
+    /// Bytes of all other buffers of a decode step on a GPU, without weights. `rank`: the LoRA rank, 0 without an adapter.
     pub fn work_bytes(&self, config: &DecoderConfig, rank: usize) -> u64 {
         DecodeBufferSizes::new(config, self.n_responses, self.longest()).bytes(config, 3 * rank)
     }
 }
 
-/// Most blocks that a prompt takes: its own, and one that a shared prefix leaves half filled.
+/// Maximum number of blocks that a prompt takes: its own, and one that a shared prefix leaves half filled.
 pub(super) fn blocks_of_prompt(n_tokens: usize) -> usize {
     n_tokens.div_ceil(BLOCK_TOKENS) + 1
 }
 
-/// Most blocks that a response adds to its prompt's: the prompt's last is copied where it is not full.
+/// Maximum number of blocks that a response adds to its prompt's: the prompt's last block is copied if it is not full.
 pub(super) fn blocks_of_response(max_new_tokens: usize) -> usize {
     max_new_tokens.div_ceil(BLOCK_TOKENS) + 1
 }
@@ -65,7 +66,7 @@ const LOGITS: usize = 5 << 23;
 /// product of one size always runs with one kernel.
 const BUCKETS: [usize; 14] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256];
 
-/// The batch size to which `n` sequences are padded.
+/// The batch size to which a decode step of `n` sequences is padded.
 pub fn bucket(n: usize) -> usize {
     BUCKETS.into_iter().find(|&size| size >= n).unwrap_or_else(|| n.next_multiple_of(BUCKETS[BUCKETS.len() - 1]))
 }
@@ -73,20 +74,20 @@ pub fn bucket(n: usize) -> usize {
 /// Sizes of the buffers of a decode step on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DecodeBufferSizes {
-    /// Sequences of a decode step.
+    /// Number of sequences in a decode step.
     pub n_sequences: usize,
-    /// Tokens of a prefill pass.
+    /// Maximum number of tokens in a prefill pass.
     pub n_rows: usize,
-    /// Rows of logits.
+    /// Maximum number of rows of logits at a time.
     pub n_logit_rows: usize,
-    /// Width of a block table: blocks of the longest sequence.
+    /// Width of a block table: number of blocks of the longest sequence.
     pub table_width: usize,
-    /// Parts of its keys in split-K attention.
+    /// Number of splits of the longest sequence's keys in split-K (flash-decoding) attention.
     pub n_splits: usize,
 }
 
 impl DecodeBufferSizes {
-    /// For a number of sequences of at most `longest` tokens.
+    /// Sizes for `n_sequences` sequences of at most `longest` tokens.
     pub fn new(config: &DecoderConfig, n_sequences: usize, longest: usize) -> Self {
         let n_sequences = bucket(n_sequences.max(1));
         let n_splits = n_splits(longest);
@@ -96,12 +97,12 @@ impl DecodeBufferSizes {
         Self { n_sequences, n_rows, n_logit_rows, table_width: longest.div_ceil(BLOCK_TOKENS).max(1), n_splits }
     }
 
-    /// Values of split-K attention.
+    /// Number of intermediate f32 values of split-K attention.
     pub fn n_split_values(&self, config: &DecoderConfig) -> usize {
         split_values(self.n_rows, config.n_heads, config.head_dim, self.n_splits)
     }
 
-    /// Whether buffers of these sizes hold those of `other`.
+    /// Whether buffers of these sizes are large enough for `other`.
     pub fn holds(&self, other: &Self) -> bool {
         self.n_sequences >= other.n_sequences
             && self.table_width >= other.table_width
@@ -131,7 +132,7 @@ struct RunningPrompt {
 }
 
 impl Admission {
-    /// `n_blocks`: for responses and their prompts; `None` means unlimited.
+    /// `n_blocks`: number of blocks for responses and their prompts; `None` means unlimited.
     pub(super) fn new(n_blocks: Option<usize>, max_new_tokens: usize) -> Self {
         let n_left = n_blocks.unwrap_or(usize::MAX);
         Self { n_left, of_response: blocks_of_response(max_new_tokens), running: BTreeMap::new() }

@@ -27,7 +27,7 @@ pub(super) struct BaseWeights {
     logits: Mutex<Vec<Vec<f32>>>,
 }
 
-/// What an adapter changes of a base model, ready for decoding. Later training does not change it.
+/// Weights of an adapter, prepared for decoding with its base model. Later training does not change them.
 pub struct AdapterWeights {
     /// By [`LinearGroup::index`].
     groups: Vec<Option<GroupAdapter>>,
@@ -146,7 +146,7 @@ impl BaseWeights {
 }
 
 impl AdapterWeights {
-    /// What `adapter` changes of `decoder`, both on the CPU.
+    /// Prepares an adapter for decoding with its base model, both on the CPU.
     ///
     /// # Errors
     /// The adapter does not fit the decoder, or holds values that are not finite.

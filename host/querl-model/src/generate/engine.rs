@@ -12,30 +12,30 @@ use crate::{ComputeDevice, Decoder, LoraAdapter, ModelError, RopeScaling};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Limits of an engine.
+/// Settings of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineSettings {
-    /// Responses that run at once, or beams; one that finishes makes room for the next. The responses do not depend on it.
+    /// Maximum number of responses, or beams, that run at once; further ones wait. A response does not depend on it.
     pub max_sequences: usize,
-    /// Tokens of shared prefixes that are kept while the policy stays the same, in whole blocks.
+    /// Maximum number of tokens in the prefix cache, in whole blocks; the cache is emptied when the policy changes.
     pub max_prefix_tokens: usize,
-    /// How long they are kept.
+    /// How long the prefix cache keeps prefixes.
     pub prefix_life: PrefixLife,
-    /// KV cache that a GPU allocates, once; further responses wait. `None`: as much as each call may need, allocated again for a call
-    /// that needs more. On the CPU the KV cache grows as needed.
+    /// Capacity of the KV cache that a GPU allocates once; further responses wait. `None` allocates what each call may need, and again for
+    /// a call that needs more. Without effect on the CPU, where the KV cache grows as needed.
     pub room: Option<CacheRoom>,
-    /// On the CPU a base in int8 is multiplied with activations that are rounded to int8, and its head is int8 too: faster, but not the
-    /// probabilities of a training pass. For evaluation and serving.
+    /// Whether, on the CPU, an int8 base is multiplied with activations rounded to int8, and its head is int8 too: faster, but
+    /// log-probabilities differ from those of a training pass. For evaluation and serving.
     pub int8_activations: bool,
 }
 
-/// How long an engine keeps shared prefixes.
+/// How long an engine's prefix cache keeps prefixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PrefixLife {
     /// Until the policy changes.
     Policy,
-    /// Until the end of a call. GPU kernels may sum in another order for another number of rows; with this, results do not depend on
-    /// earlier calls to the last bit.
+    /// Until the end of a call to [`Engine::generate`]. GPU kernels may sum in another order for another number of rows; with this setting
+    /// results do not depend on earlier calls, to the last bit.
     Call,
 }
 
@@ -54,14 +54,14 @@ impl Default for EngineSettings {
 /// Memory of an engine's KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheMemory {
-    /// Bytes of one block of 16 tokens.
+    /// Bytes of one KV cache block, which holds 16 tokens.
     pub block_bytes: usize,
-    /// In use now; between calls, by the kept prefixes.
+    /// Bytes in use now; between calls, those of the prefix cache.
     pub live_bytes: usize,
-    /// Most that was in use at once, which stays allocated on the CPU. Each of `max_sequences` responses with its prompt, and each
-    /// shared or kept prefix, takes at most one block more than its tokens fill.
+    /// Peak bytes in use, which stay allocated on the CPU. Each of `max_sequences` responses with its prompt, and each shared or cached
+    /// prefix, takes at most one block more than its tokens fill.
     pub peak_bytes: usize,
-    /// Allocated on a GPU, in use or not; see [`EngineSettings::room`]. 0 on the CPU.
+    /// Bytes allocated on a GPU, in use or not; see [`EngineSettings::room`]. 0 on the CPU.
     pub room_bytes: usize,
 }
 
@@ -99,8 +99,8 @@ impl<'a> Engine<'a> {
         Ok(Self { decoder, settings, policy: None, adapter: None, version: None, pool, prefixes, stopped })
     }
 
-    /// Sets the policy to the adapter's current values: later training does not change it. With the same version as before, nothing is
-    /// done.
+    /// Sets the policy to the adapter's current values, which later training does not change; `None` is the base model. Does nothing if
+    /// `version` is the same as in the previous call.
     ///
     /// # Errors
     /// The adapter does not fit the decoder, or holds values that are not finite.
@@ -146,12 +146,12 @@ impl<'a> Engine<'a> {
         self.generate_until(requests, &[], decoding, sampling, text, &mut || Ok(false))
     }
 
-    /// As [`Engine::generate`], until `stop` ends it, which is called before each decode step: the responses then are as far as they are
-    /// generated, without a finish reason. `started`: such responses to the same requests, which are continued; none to begin. Beam search
-    /// always begins.
+    /// Like [`Engine::generate`], but calls `stop` before each decode step and, once it returns true, returns the responses as they are
+    /// (`finish_reason: None` if unfinished). Pass them as `started` to resume the same requests, or `&[]` to start (beam search ignores
+    /// `started`).
     ///
     /// # Errors
-    /// As [`Engine::generate`], and those of `stop`.
+    /// As [`Engine::generate`], or an error of `stop`.
     pub fn generate_until(
         &mut self,
         requests: &[GenerationRequest<'_>],
@@ -185,7 +185,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// The policy on an accelerator, if there is one.
+    /// The policy on an accelerator; `None` on the CPU.
     pub fn device_policy(&self) -> Option<&dyn DecodePolicy> {
         match &self.policy {
             Some(Policy::Accelerator(policy)) => Some(&**policy),
@@ -315,7 +315,7 @@ pub(super) fn check_request(
     Err(ModelError::Generation(wrong))
 }
 
-/// Generates the responses to some requests with an engine of their own, one after another.
+/// Generates responses with a new engine, and returns them in the order of the requests, `n` for each.
 ///
 /// # Errors
 /// As [`Engine::generate`].

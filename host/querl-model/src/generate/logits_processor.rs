@@ -10,9 +10,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Penalties and filters of a generation call.
 #[derive(Clone, Copy)]
 pub struct LogitsProcessor<'a> {
-    /// Which of them apply.
+    /// Sampling settings, which say which penalties and filters apply.
     pub settings: &'a SamplingSettings,
-    /// Tokens that end a response: suppressed before `min_new_tokens`.
+    /// Ids of the tokens that end a response: suppressed before `min_new_tokens`.
     pub stop_ids: &'a BTreeSet<u32>,
 }
 

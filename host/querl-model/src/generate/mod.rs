@@ -1,7 +1,7 @@
 //! Generation: rollouts and evaluation. Prefill and decode steps with a paged KV cache, continuous batching, sampling and beam search.
 //!
-//! In: prompts as tokens, a policy, and how to decode. Out: responses with two log-probabilities for each token: under the model's
-//! distribution, equal to a training pass, and under the distribution that it was sampled from. Nothing here records a graph.
+//! In: prompts as token ids, a policy, and decoding settings. Out: responses with two log-probabilities for each token: under the model's
+//! distribution, equal to a training pass, and under the distribution that the token was sampled from. Nothing here records a graph.
 //!
 //! A call goes through `engine.rs` (memory, prefix caching), `scheduler.rs` (which sequences are in a step) or `beam.rs`,
 //! `model_runner.rs` (one forward pass) and `sampler.rs`.
@@ -33,7 +33,7 @@ use crate::{ModelError, TextTokenizer};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// How the next token is chosen.
+/// Decoding strategy: how the next token is chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Decoding {
     /// The token of the highest probability after penalties.
@@ -42,15 +42,16 @@ pub enum Decoding {
     Sample,
     /// Beam search with a length penalty; filters do not apply.
     Beam {
-        /// At least 1.
+        /// Number of beams, at least 1.
         n_beams: usize,
-        /// The sum of log-probabilities is divided by the length to this power: above 0 favours longer responses.
+        /// Exponent of the length: a beam's score is its sum of log-probabilities over `length^length_penalty`. Above 0 favours longer
+        /// responses.
         length_penalty: f64,
     },
 }
 
 impl Decoding {
-    /// Greedy decoding for one beam, else beam search whose scores are divided by the length.
+    /// Greedy decoding for one beam, otherwise beam search with a length penalty of 1.
     pub fn with_beams(n_beams: usize) -> Self {
         match n_beams {
             1 => Self::Greedy,
@@ -59,7 +60,7 @@ impl Decoding {
     }
 }
 
-/// Temperature, penalties, filters and limits of a response.
+/// Sampling settings: temperature, penalties, filters and limits of a response.
 ///
 /// Applied to the logits of each token in this order: `repetition_penalty`, `no_repeat_ngram_size`, `min_new_tokens`; then,
 /// where tokens are sampled, `temperature`, `top_k`, `top_p`. They depend on the response, never on the prompt.
@@ -67,26 +68,26 @@ impl Decoding {
 /// Source: transformers' `generation/logits_process.py`, in the order of `_get_logits_processor`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingSettings {
-    /// Divides the logits for sampling and for every reported log-probability. Above 0.
+    /// Temperature, above 0: divides the logits for sampling and for every reported log-probability.
     pub temperature: f64,
     /// Nucleus sampling below 1: the likeliest tokens up to this cumulative probability; the token that crosses it is kept.
     pub top_p: f64,
-    /// Above 0: the likeliest tokens by number, ties included.
+    /// Sampling from this number of likeliest tokens, ties included; 0 disables it.
     pub top_k: usize,
-    /// Divides positive and multiplies negative logits of tokens that the response has; 1 has no effect.
+    /// Divides positive and multiplies negative logits of tokens that are in the response already; 1 has no effect.
     pub repetition_penalty: f64,
-    /// Above 0: no n-gram of this size occurs twice in a response.
+    /// Size of n-grams that may not occur twice in a response; 0 disables it.
     pub no_repeat_ngram_size: usize,
     /// Minimum number of tokens of a response.
     pub min_new_tokens: usize,
-    /// Longer responses are truncated and marked. At least 1.
+    /// Maximum number of tokens of a response, at least 1; longer responses are truncated and marked as such.
     pub max_new_tokens: usize,
-    /// A response ends with the token that completes one of these.
+    /// A response ends with the token that completes one of these strings.
     pub stop_strings: Vec<String>,
 }
 
 impl Default for SamplingSettings {
-    /// The model's distribution at temperature 1, at most 150 tokens.
+    /// Temperature 1 without penalties and filters, at most 150 tokens.
     fn default() -> Self {
         Self {
             temperature: 1.0,
@@ -128,26 +129,26 @@ impl SamplingSettings {
     }
 }
 
-/// Responses to generate to one prompt.
+/// A prompt and the number of responses to generate to it.
 #[derive(Debug, Clone, Copy)]
 pub struct GenerationRequest<'a> {
-    /// At least one token.
+    /// Token ids of the prompt, at least one.
     pub prompt: &'a [u32],
-    /// Seeds the samplers of these responses, each with a stream of its own: a response does not depend on other requests.
+    /// Seed of the responses' samplers. Each sampler has its own random stream: a response does not depend on other requests.
     pub seed: u64,
     /// Number of responses. Greedy decoding gives equal ones, beam search its `n` best, at most `n_beams`.
     pub n: usize,
 }
 
-/// Whether generation stops before its next decode step. It must be the same for all ranks that share a model.
+/// Called before each decode step; true stops generation. It must return the same on all ranks that share a model.
 pub type StopSignal<'s> = dyn FnMut() -> Result<bool, ModelError> + 's;
 
-/// Stop tokens, and the text of tokens.
+/// Stop tokens, and conversion of token ids to text.
 pub trait TokenText: Sync {
-    /// Tokens that end a response.
+    /// Ids of the tokens that end a response.
     fn stop_ids(&self) -> &BTreeSet<u32>;
 
-    /// Text of a response's tokens.
+    /// Text of a response's token ids.
     ///
     /// # Errors
     /// The tokenizer fails, or there is none.
@@ -178,21 +179,21 @@ impl TokenText for BTreeSet<u32> {
 /// Why a response ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FinishReason {
-    /// A stop token, its last.
+    /// The last token is a stop token.
     StopToken,
-    /// `stop_strings[index]`, which its last token completes.
+    /// The last token completes the stop string `stop_strings[index]`.
     StopString {
-        /// Which of them; the first in the list where several appear at once.
+        /// Index in `stop_strings`: the first in the list if one token completes several.
         index: usize,
     },
-    /// `max_new_tokens`.
+    /// The response has `max_new_tokens` tokens.
     Length,
 }
 
-/// One response.
+/// A generated response.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Generated {
-    /// Its tokens, the stop token included.
+    /// Token ids of the response, the stop token included.
     pub token_ids: Vec<u32>,
     /// Log-probability of each token in nats, under the model's distribution at `temperature`: equal to a training pass, without
     /// [`EngineSettings::int8_activations`].
@@ -202,6 +203,6 @@ pub struct Generated {
     pub behaviour_logprobs: Vec<f32>,
     /// True if the finish reason is `Length`.
     pub truncated: bool,
-    /// Why it ended; `None` where generation was stopped before.
+    /// Why the response ended; `None` if generation was stopped before its end.
     pub finish_reason: Option<FinishReason>,
 }

@@ -19,9 +19,9 @@ pub enum HiddenState {
     /// Not computed yet, or no longer needed.
     #[default]
     Unknown,
-    /// On the CPU.
+    /// Hidden state in CPU memory: H values.
     Host(Vec<f32>),
-    /// In the memory of the policy's accelerator.
+    /// Hidden state in the memory of the policy's accelerator.
     Device(Box<dyn Any + Send + Sync>),
 }
 
@@ -46,25 +46,25 @@ impl HiddenState {
 
 /// One sequence of a forward pass: a prompt in prefill, or a running sequence in a decode step.
 pub struct ScheduledSequence<'s> {
-    /// The adapter that generates it, on the CPU; a policy on an accelerator has one for all.
+    /// Adapter of this sequence on the CPU; a policy on an accelerator has one adapter for all sequences.
     pub adapter: Option<Arc<AdapterWeights>>,
-    /// Settings of its own in place of the call's, on the CPU.
+    /// Sampling settings of this sequence on the CPU, in place of the call's; `None` takes the call's.
     pub sampling: Option<&'s SamplingSettings>,
-    /// Gets the keys and values of the new tokens.
+    /// KV cache of the sequence, to which the keys and values of the new tokens are written.
     pub cache: &'s mut SequenceKvCache,
-    /// New tokens; none where the hidden state is known.
+    /// Ids of the new tokens; empty if the hidden state of the last token is known.
     pub tokens: &'s [u32],
-    /// Input where there are no tokens, output where there are.
+    /// Hidden state of the last token: input if `tokens` is empty, otherwise output.
     pub hidden: &'s mut HiddenState,
     /// Whether the hidden state is needed later: an accelerator returns it only then.
     pub keeps_hidden: bool,
-    /// What the logits are for; none in prefill of a shared prefix.
+    /// Consumers of the logits that follow the last token; empty in prefill of a shared prefix.
     pub consumers: Vec<LogitsConsumer<'s>>,
 }
 
 /// A policy on an accelerator, with its buffers and its KV cache.
 pub trait DecodePolicy: Any + Send {
-    /// Copies the adapter's current values. After an error there is no policy.
+    /// Sets the policy to the adapter's current values, `None` for the base model. After an error there is no policy.
     ///
     /// # Errors
     /// The adapter does not fit the decoder, or the device is out of memory.
@@ -95,7 +95,7 @@ pub trait DecodePolicy: Any + Send {
     ) -> Result<(), ModelError>;
 }
 
-/// Creates a policy for generation with a decoder on an accelerator. Later training does not change the policy.
+/// Creates a decode policy for a decoder on an accelerator. Later training does not change the policy.
 pub type NewDecodePolicy = fn(&Decoder, Option<&LoraAdapter>) -> Result<Box<dyn DecodePolicy>, ModelError>;
 
 static INSTALLED: OnceLock<NewDecodePolicy> = OnceLock::new();
@@ -108,7 +108,7 @@ pub(crate) fn install(new_policy: NewDecodePolicy) {
 pub(super) enum Policy {
     /// Threads work on sequences of their own, or together.
     Cpu(Box<BaseWeights>),
-    /// All sequences are one batch.
+    /// A policy on an accelerator, which runs all sequences as one batch.
     Accelerator(Box<dyn DecodePolicy>),
 }
 

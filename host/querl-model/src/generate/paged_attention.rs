@@ -39,7 +39,7 @@ pub(super) struct PagedAttention<'a, 's> {
     /// Rows whose output is computed.
     pub(super) queries: &'a [Row],
     pub(super) layer: usize,
-    /// Most keys that a row sees, itself included; `None` means all.
+    /// Sliding window: the maximum number of keys that a row attends to, its own included; `None` means all.
     pub(super) window: Option<usize>,
     pub(super) heads: Heads,
 }

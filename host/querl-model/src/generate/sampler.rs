@@ -8,7 +8,7 @@ use crate::kernels::simd::{Plain, exp_or_zero, vectorised};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Consumes the row of logits that follows a sequence.
+/// Consumes the row of logits that follows a sequence's last token.
 pub enum LogitsConsumer<'s> {
     /// Chooses the next token of a response, on any device.
     Sampler(&'s mut Sampler),
@@ -35,11 +35,11 @@ impl LogitsConsumer<'_> {
 
 /// Chooses the tokens of one response.
 pub struct Sampler {
-    /// A stream of its own for each response.
+    /// Random number generator, with a stream of its own for each response.
     pub rng: ChaCha8Rng,
-    /// Greedy or sampling.
+    /// Decoding strategy: greedy or sampling.
     pub decoding: Decoding,
-    /// The response so far.
+    /// Token ids of the response so far.
     pub token_ids: Vec<u32>,
     logprobs: Vec<f32>,
     behaviour_logprobs: Vec<f32>,
@@ -67,14 +67,14 @@ impl Sampler {
         Self { token_ids, logprobs, behaviour_logprobs, ..sampler }
     }
 
-    /// Appends a token to the response.
+    /// Appends a token and its log-probabilities to the response.
     pub fn push(&mut self, token: SampledToken) {
         self.token_ids.push(token.token);
         self.logprobs.push(token.logprob);
         self.behaviour_logprobs.push(token.behaviour_logprob);
     }
 
-    /// The response, with why it ended if it did.
+    /// The response so far; `finish_reason`: why it ended, `None` if it did not.
     pub fn generated(self, finish_reason: Option<FinishReason>) -> Generated {
         Generated {
             token_ids: self.token_ids,
@@ -100,7 +100,7 @@ pub(super) struct BeamCandidate {
     pub(super) token: u32,
     /// Added to the beam's score: the log-probability at temperature 1 after penalties.
     pub(super) gain: f64,
-    /// At the sampling temperature, without penalties.
+    /// Log-probability at the sampling temperature, without penalties.
     pub(super) logprob: f32,
 }
 
@@ -147,15 +147,15 @@ pub(super) struct Softmax {
 /// A sampled token with its log-probabilities in nats.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SampledToken {
-    /// Its id.
+    /// Token id.
     pub token: u32,
-    /// Under the model's distribution at the temperature, without penalties and filters.
+    /// Log-probability under the model's distribution at the temperature, without penalties and filters.
     pub logprob: f32,
-    /// Under the distribution that it was sampled from.
+    /// Log-probability under the distribution that the token was sampled from.
     pub behaviour_logprob: f32,
 }
 
-/// Chooses the token that follows `response`. `logits`: those of the whole vocabulary; they are changed.
+/// Chooses the token that follows `response`. `logits`: one per token of the vocabulary; they are changed in place.
 ///
 /// # Errors
 /// A logit is not finite, or the penalties leave no token.

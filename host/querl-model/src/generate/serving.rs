@@ -24,15 +24,15 @@ use std::time::Instant;
 /// Limits of a server's engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServingSettings {
-    /// Responses or beams that run at once; further requests wait. The responses do not depend on it.
+    /// Maximum number of responses, or beams, that run at once; further requests wait. A response does not depend on it.
     pub max_running: usize,
-    /// Bytes of the KV cache, half of them for the prefixes that prompts share. A request waits until there is room for its longest
-    /// response.
+    /// Bytes of the KV cache, half of them for prefixes that prompts share. A request waits until there are enough blocks for its longest
+    /// possible response.
     pub kv_cache_bytes: usize,
 }
 
 impl Default for ServingSettings {
-    /// 64 requests, 1 GiB.
+    /// At most 64 running responses, and 1 GiB of KV cache.
     fn default() -> Self {
         Self { max_running: 64, kv_cache_bytes: 1 << 30 }
     }
@@ -41,34 +41,34 @@ impl Default for ServingSettings {
 /// A response to generate.
 #[derive(Clone)]
 pub struct ServingRequest {
-    /// Names it in [`StepOutput`].
+    /// Id of the request, which [`StepOutput::id`] repeats.
     pub id: u64,
-    /// `None` is the base model.
+    /// The adapter; `None` is the base model.
     pub adapter: Option<Arc<AdapterWeights>>,
-    /// At least one token.
+    /// Token ids of the prompt, at least one.
     pub prompt: Vec<u32>,
-    /// Seeds its sampler.
+    /// Seed of the request's sampler.
     pub seed: u64,
-    /// Greedy, sampling, or beam search, whose best beam is the response.
+    /// Decoding strategy: greedy, sampling, or beam search, whose best beam is the response.
     pub decoding: Decoding,
     /// Temperature, penalties, filters and limits.
     pub sampling: SamplingSettings,
 }
 
-/// What a step did for one request.
+/// Result of a step for one request.
 #[derive(Debug)]
 pub struct StepOutput {
-    /// [`ServingRequest::id`].
+    /// Id of the request: [`ServingRequest::id`].
     pub id: u64,
-    /// The new token; beams have none before they are finished.
+    /// The new token; `None` with beam search, which has no tokens before it ends.
     pub token: Option<u32>,
-    /// Sequences in the batch: the beams, else 1.
+    /// Number of the request's sequences in the batch: the number of beams, otherwise 1.
     pub n_sequences: usize,
-    /// Tokens of the prompt that were found in the prefix cache.
+    /// Number of prompt tokens that were found in the prefix cache.
     pub n_cached: usize,
-    /// When its prefill started.
+    /// When prefill of the prompt started.
     pub started_at: Instant,
-    /// The whole response, where it has ended, or why there is none: logits that are not finite, or penalties that leave no token.
+    /// The complete response if it has ended, or why it failed: logits are not finite, or the penalties leave no token.
     pub finished: Option<Result<Generated, ModelError>>,
 }
 
@@ -149,7 +149,7 @@ fn n_sequences(request: &ServingRequest) -> usize {
     beams(request).map_or(1, |beams| beams.n_beams)
 }
 
-/// What a request must fit into.
+/// Limits on requests: the model's positions and the KV cache.
 #[derive(Clone)]
 pub struct RequestLimits {
     decoder: Arc<Decoder>,
@@ -159,10 +159,10 @@ pub struct RequestLimits {
 }
 
 impl RequestLimits {
-    /// Checks a request.
+    /// Checks that a request is valid and within the limits.
     ///
     /// # Errors
-    /// An invalid setting, or a prompt that with its longest response does not fit the model or the KV cache.
+    /// A setting is invalid, or the prompt with its longest possible response exceeds the model's positions or the KV cache.
     pub fn check(&self, request: &ServingRequest) -> Result<(), ModelError> {
         request.sampling.check()?;
         if let Some(beams) = beams(request) {
@@ -202,7 +202,7 @@ pub struct ServingEngine {
 const MAX_PREFILL_TOKENS: usize = 512;
 
 impl ServingEngine {
-    /// An engine on a whole decoder on the CPU.
+    /// An engine for a decoder on the CPU that is not sharded.
     ///
     /// # Errors
     /// The decoder is on another device or a shard.
@@ -229,7 +229,7 @@ impl ServingEngine {
         })
     }
 
-    /// What requests must fit into.
+    /// The limits that [`ServingEngine::add`] checks.
     pub fn limits(&self) -> &RequestLimits {
         &self.limits
     }
@@ -244,7 +244,7 @@ impl ServingEngine {
         Ok(())
     }
 
-    /// Drops the requests, waiting or running, that `keep` refuses by their id.
+    /// Drops waiting and running requests for whose id `keep` returns false.
     pub fn retain(&mut self, mut keep: impl FnMut(u64) -> bool) {
         self.waiting.retain(|request| keep(request.id));
         let n_reserved = &mut self.n_reserved;
@@ -255,7 +255,7 @@ impl ServingEngine {
         });
     }
 
-    /// Requests in the queue.
+    /// Number of requests in the queue.
     pub fn n_waiting(&self) -> usize {
         self.waiting.len()
     }
@@ -265,20 +265,21 @@ impl ServingEngine {
         self.waiting.iter().map(|request| request.id).collect()
     }
 
-    /// Requests in the running batch.
+    /// Number of requests in the running batch.
     pub fn n_running(&self) -> usize {
         self.running.len()
     }
 
-    /// Bytes of the KV cache in use, kept prefixes included.
+    /// Bytes of the KV cache in use, cached prefixes included.
     pub fn kv_cache_bytes(&self) -> usize {
         self.pool.n_live() * self.pool.block_bytes()
     }
 
-    /// Starts waiting requests, as far as there is room, and computes the next token of each running one. Nothing to do gives no outputs.
+    /// Starts waiting requests as far as the limits allow, and computes the next token of each running request. Without requests it returns
+    /// no outputs.
     ///
     /// # Errors
-    /// A pass fails as a whole: the running requests are lost.
+    /// The forward pass failed for the batch: the running requests are lost.
     pub fn step(&mut self) -> Result<Vec<StepOutput>, ModelError> {
         let outputs = self.admit().and_then(|()| self.forward());
         if outputs.is_err() {

@@ -21,25 +21,25 @@ use writer::{MetadataValue, TensorInfo, write_head, write_tensor};
 
 pub use writer::GgufDtype;
 
-/// A written GGUF file.
+/// Summary of a written GGUF file.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct GgufExport {
-    /// Weights in all.
+    /// Number of parameters.
     pub n_parameters: u64,
-    /// Bytes of all tensors.
+    /// Total bytes of all tensors.
     pub n_bytes: u64,
-    /// Type of the matrices.
+    /// Type of the matrices, such as `q8_0`.
     pub dtype: &'static str,
-    /// `general.architecture`.
+    /// Value of `general.architecture` in the file.
     pub architecture: &'static str,
-    /// `tokenizer.ggml.pre`.
+    /// Value of `tokenizer.ggml.pre` in the file.
     pub pre_tokenizer: &'static str,
-    /// Most tokens of a sequence.
+    /// Maximum number of tokens of a sequence.
     pub context_length: usize,
 }
 
-/// Writes a model to a GGUF file, which becomes visible when it is complete. With an adapter its changes are in the weights. `dtype`: as
-/// most weights are stored where it is `None`.
+/// Writes a model, with an adapter merged into it if there is one, to a GGUF file, which becomes visible when it is complete. `dtype`: type
+/// of the matrices; `None` takes the type of most stored weights.
 ///
 /// # Errors
 /// The model or its tokenizer cannot be read, the adapter is for another one, llama.cpp cannot represent the model, or the file exists or

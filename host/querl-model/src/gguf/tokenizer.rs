@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use tokenizers::{AddedToken, Tokenizer};
 
-/// What a GGUF file says of a tokenizer.
+/// Metadata of a tokenizer in a GGUF file.
 pub(super) struct GgufTokenizer {
     pub(super) metadata: Vec<(String, MetadataValue)>,
     pub(super) pre_tokenizer: &'static str,

@@ -81,7 +81,7 @@ querl_core::named_enum! {
 const BLOCK: usize = 32;
 
 impl GgufDtype {
-    /// `general.file_type`.
+    /// Value of `general.file_type` in the file.
     pub(super) fn file_type(self) -> u32 {
         match self {
             Self::F32 => 0,

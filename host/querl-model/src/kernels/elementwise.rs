@@ -96,7 +96,7 @@ vectorised! {
     }
 }
 
-/// [`rms_norm`] on slices: rows of as many values as the weight has.
+/// Like [`rms_norm`], on slices: `x` has rows of as many values as `weight`.
 pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     let task = values_per_task(weight.len());
     assert!(x.len().is_multiple_of(weight.len()), "whole rows");
@@ -107,8 +107,8 @@ pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     unsafe { filled(x.len(), fill) }.0
 }
 
-/// Gradients of `x`, to which `more` is added where there is any, and of the first `n_trained` values of the weight, for the
-/// gradient of [`normed`]'s result.
+/// Gradients of `x`, to which `more` is added if there is any, and of the first `n_trained` values of the weight, for the gradient of
+/// [`rms_norm_forward`]'s result.
 pub fn rms_norm_backward(
     x: &[f32],
     weight: &[f32],
@@ -193,7 +193,7 @@ vectorised! {
     }
 }
 
-/// [`swiglu`] on slices.
+/// Like [`swiglu`], on slices.
 pub fn swiglu_forward(gate: &[f32], up: &[f32]) -> Vec<f32> {
     assert_eq!(gate.len(), up.len(), "a gate for each value");
     let fill = |y: &mut [MaybeUninit<f32>]| {
@@ -204,7 +204,7 @@ pub fn swiglu_forward(gate: &[f32], up: &[f32]) -> Vec<f32> {
     unsafe { filled(gate.len(), fill) }.0
 }
 
-/// [`gated`]'s result again, and the gradients of `gate` and `up` for its gradient.
+/// The result of [`swiglu_forward`], and the gradients of `gate` and `up` for the gradient `grad` of this result.
 pub fn swiglu_backward(gate: &[f32], up: &[f32], grad: &[f32]) -> [Vec<f32>; 3] {
     assert!(gate.len() == up.len() && gate.len() == grad.len(), "a gate and a gradient for each value");
     let fill = |y: &mut [MaybeUninit<f32>], dgate: &mut [MaybeUninit<f32>], dup: &mut [MaybeUninit<f32>]| {

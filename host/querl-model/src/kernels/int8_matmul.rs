@@ -38,7 +38,7 @@ pub(crate) struct Int8Rows {
 }
 
 impl Int8Rows {
-    /// Rounds `x` `(N, in)` to one of 255 even steps up to its group's largest. A group that holds NaN or Inf gives NaN.
+    /// Quantizes `x` `(N, in)`: each value to one of 255 even steps up to its group's largest. A group that holds NaN or Inf gives NaN.
     pub(crate) fn quantize(x: &[f32], n_in: usize) -> Self {
         let (n_rows, n_groups, stride) = (x.len() / n_in.max(1), n_in.div_ceil(GROUP), n_in.next_multiple_of(QUAD));
         let (mut codes, mut scales) = (vec![0i8; n_rows * stride], vec![0f32; n_rows * n_groups]);

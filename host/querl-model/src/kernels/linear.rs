@@ -46,7 +46,7 @@ impl FrozenWeight {
         Ok(Self { packed: Arc::new(pack(weight, dtype)?), level: SimdLevel::detected() })
     }
 
-    /// The stored values packed as another type.
+    /// The stored values packed in another type.
     ///
     /// # Errors
     /// A value that is not finite in `dtype`.
@@ -60,22 +60,22 @@ impl FrozenWeight {
         Ok(Self { packed: Arc::new(pack_rows(self.dims(), dtype, rows)?), level: self.level })
     }
 
-    /// Outputs and inputs.
+    /// Number of outputs and of inputs.
     pub fn dims(&self) -> (usize, usize) {
         (self.packed.n_out, self.packed.n_in)
     }
 
-    /// How it is stored.
+    /// Storage type.
     pub fn dtype(&self) -> BaseDtype {
         self.packed.dtype
     }
 
-    /// Bytes that it takes, padding and scales included.
+    /// Bytes in memory, padding and scales included.
     pub fn memory_bytes(&self) -> usize {
         self.packed.memory_bytes()
     }
 
-    /// The values that are stored: `(out, in)` f32.
+    /// The stored values as a tensor `(out, in)` f32.
     ///
     /// # Errors
     /// The tensor cannot be made.
@@ -86,7 +86,7 @@ impl FrozenWeight {
         Tensor::from_vec(values, (n_out, n_in), &Device::Cpu)
     }
 
-    /// Rows by index: `(n, in)` f32. An embedding that is also the head is held once.
+    /// Rows of the weight by index: `(n, in)` f32. So one copy serves as an embedding and a tied head.
     ///
     /// # Errors
     /// An index that is not below the number of rows.
@@ -103,19 +103,23 @@ impl FrozenWeight {
     /// `y = keep * y + x W^T` for `x` `(N, in)` and `y` `(N, out)`.
     ///
     /// # Errors
-    /// Lengths that do not fit.
+    /// Lengths do not match.
     pub fn forward(&self, x: &[f32], y: &mut [f32], keep: f32) -> Result<()> {
         packed_matmul::forward(self.level, &[Term { left: x, weight: self.source() }], Output::new(y, keep))
     }
 
-    /// [`FrozenWeight::forward`] of a weight in int8 for inputs that are rounded to int8 as well: sums of integers.
+    /// Like [`FrozenWeight::forward`], for an int8 weight and inputs that are rounded to int8 as well: sums of integers.
     ///
     /// # Errors
-    /// Another type than int8, or lengths that do not fit.
+    /// The weight is not int8, or lengths do not match.
     pub(crate) fn forward_int8(&self, x: &Int8Rows, y: &mut [f32], keep: f32) -> Result<()> {
         let (n_out, n_in) = self.dims();
         if self.dtype() != BaseDtype::Int8 || !x.fits(n_in, y.len(), n_out) {
-            bail!("product in int8: {} values by ({n_out}, {n_in}) in {}", y.len(), self.dtype().name());
+            bail!(
+                "int8 matmul: the input or output ({} values) does not fit the weight ({n_out}, {n_in}), or its dtype {} is not int8",
+                y.len(),
+                self.dtype().name()
+            );
         }
         match int8_matmul::forward(self.level, &self.packed, x, y, keep) {
             true => Ok(()),
@@ -126,7 +130,7 @@ impl FrozenWeight {
     /// `dx = keep * dx + grad W` for `grad` `(N, out)` and `dx` `(N, in)`.
     ///
     /// # Errors
-    /// Lengths that do not fit.
+    /// Lengths do not match.
     pub fn backward(&self, grad: &[f32], dx: &mut [f32], keep: f32) -> Result<()> {
         packed_matmul::backward(self.level, &[Term { left: grad, weight: self.source() }], Output::new(dx, keep))
     }
@@ -148,16 +152,16 @@ impl FrozenWeight {
 /// The weight of a linear layer, of the embedding or of the language-model head, `(out, in)`.
 #[derive(Clone)]
 pub enum Weight {
-    /// No gradient for it.
+    /// A frozen weight in CPU memory.
     Frozen(FrozenWeight),
-    /// A variable, row-major f32.
+    /// A trained weight: a variable, row-major f32.
     Trained(Tensor),
-    /// Frozen, in the memory of an accelerator.
+    /// A frozen weight in the memory of an accelerator.
     Accelerator(Arc<dyn AcceleratorWeight>),
 }
 
 impl Weight {
-    /// Outputs and inputs.
+    /// Number of outputs and of inputs.
     ///
     /// # Errors
     /// A trained tensor that is not a matrix.
@@ -169,7 +173,7 @@ impl Weight {
         }
     }
 
-    /// The values, `(out, in)` f32, without a gradient.
+    /// The values as a tensor `(out, in)` f32, without a gradient.
     pub(crate) fn to_tensor(&self) -> Result<Tensor> {
         match self {
             Self::Frozen(weight) => weight.to_tensor(),

@@ -82,11 +82,11 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
 /// Logits that are held at a time: 8 MiB stay in the caches.
 const PART_VALUES: usize = 1 << 21;
 
-/// Logits in GPU memory at a time: 128 MiB as f32, and half of that for their gradients. A product of as many is large enough to
-/// reach the GPU's peak.
+/// Number of logits in GPU memory at a time: 128 MiB as f32, and half of that for their gradients. A matrix product of this size is large
+/// enough to reach the GPU's peak.
 pub const GPU_LOGITS: usize = 1 << 25;
 
-/// Least logits of each row: parts of the vocabulary are multiples of it, so that rows are read in full vectors.
+/// Minimum number of logits of each row at a time: chunks of the vocabulary are multiples of it, so that rows are read in full vectors.
 pub const GPU_LOGITS_PER_ROW: usize = 512;
 
 /// Tokens that are added to a row's sums at once. Parts are multiples of it, so that a row's result does not depend on the number of

@@ -48,7 +48,7 @@ pub(crate) fn matmul(dst: &mut [f32], keep: f32, alpha: f32, lhs: Mat<'_>, rhs: 
     matmul_into(dst, rhs.cols, keep, alpha, lhs, rhs)
 }
 
-/// The same into rows that start `row_stride` apart; what lies between them stays as it is.
+/// Like [`matmul`], into rows that start `row_stride` values apart; the values between rows stay as they are.
 pub(crate) fn matmul_into(
     dst: &mut [f32],
     row_stride: usize,

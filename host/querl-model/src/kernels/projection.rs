@@ -15,18 +15,18 @@ pub enum Projection<'a> {
     Trained { weight: &'a [f32], n_in: usize, bias: Option<&'a [f32]> },
 }
 
-/// `scale * B A`, added to a weight.
+/// LoRA matrices of a linear layer, which add `scale * B A` to its weight.
 #[derive(Clone, Copy)]
 pub struct LoraMatrices<'a> {
-    /// `(rank, in)`.
+    /// LoRA A `(rank, in)`.
     pub a: &'a [f32],
-    /// `(out, rank)`.
+    /// LoRA B `(out, rank)`.
     pub b: &'a [f32],
-    /// Rows of A.
+    /// LoRA rank.
     pub rank: usize,
-    /// Alpha over rank.
+    /// Scale of `B A`: alpha over rank, or over its square root with rsLoRA.
     pub scale: f32,
-    /// On the inputs of A.
+    /// Dropout on the input of A; `None` without dropout.
     pub dropout: Option<&'a LayerMask<'a>>,
 }
 
@@ -43,13 +43,13 @@ impl LoraMatrices<'_> {
 /// Gradients of a layer's parameters; empty if they are frozen.
 #[derive(Default)]
 pub struct ParameterGradients {
-    /// `(out, in)`.
+    /// Gradient of the weight `(out, in)`.
     pub weight: Vec<f32>,
-    /// `(out)`.
+    /// Gradient of the bias `(out)`.
     pub bias: Vec<f32>,
-    /// `(rank, in)`.
+    /// Gradient of LoRA A `(rank, in)`.
     pub a: Vec<f32>,
-    /// `(out, rank)`.
+    /// Gradient of LoRA B `(out, rank)`.
     pub b: Vec<f32>,
     /// `scale * g B`, `(N, rank)`: for the gradients of A and of the input.
     lora_b_grad: Vec<f32>,
@@ -90,13 +90,14 @@ impl<'a> Projection<'a> {
         }
     }
 
-    /// `x W^T + b` and `scale * x A^T`, which is saved for the backward pass. `x`: `(N, in)`.
+    /// Forward pass for `x` `(N, in)`: the layer's output `(N, out)`, LoRA included, and `scale * x A^T`, which is saved for the backward
+    /// pass.
     pub fn forward(&self, x: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
         let [result] = forward([self], x)?;
         Ok(result)
     }
 
-    /// The same, added to `base` `(N, out)`.
+    /// Like [`Projection::forward`], with the output added to `base` `(N, out)`.
     pub(crate) fn added(&self, x: &[f32], base: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
         let [lora_a_out] = lora_a_out([self], x)?;
         let sum = |start| single(self.level(), Direction::Forward, self.product(x, &lora_a_out, start));
@@ -135,17 +136,17 @@ pub fn lora_b_gradients<const N: usize>(layers: [(&Projection<'_>, &[f32]); N]) 
     Ok(all.map(|lora_b_grad| ParameterGradients { lora_b_grad, ..ParameterGradients::default() }))
 }
 
-/// A layer whose parameters get their gradients.
+/// Inputs and results of the backward pass of a linear layer's parameters.
 pub struct Trained<'a> {
-    /// The forward pass's parameters.
+    /// Parameters of the layer in the forward pass.
     pub layer: &'a Projection<'a>,
-    /// `(N, in)`.
+    /// Input of the layer `(N, in)`.
     pub x: &'a [f32],
-    /// `scale * x A^T`, `(N, rank)`.
+    /// Output of LoRA A, `scale * x A^T`, `(N, rank)`.
     pub lora_a_out: &'a [f32],
     /// Gradient of the outputs, `(N, out)`.
     pub grad: &'a [f32],
-    /// From [`lora_b_gradients`]; completed here.
+    /// Result of [`lora_b_gradients`], to which the gradients of parameters are added.
     pub found: &'a mut ParameterGradients,
 }
 

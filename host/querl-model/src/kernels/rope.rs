@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-/// Cosines and sines of every position and frequency, times the factor of a scaling that has one (YaRN).
+/// RoPE table: cosines and sines of every position and frequency, multiplied by YaRN's attention factor if the scaling is YaRN.
 #[derive(Clone)]
 pub struct RopeTable {
     cos: Arc<Vec<f32>>, // (positions, D / 2)
@@ -19,12 +19,12 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// Angles `position * theta^(-2j / head_dim)` for positions below `n_positions`.
+    /// A table of the angles `position * theta^(-2j / head_dim)` for positions below `n_positions`.
     pub fn new(n_positions: usize, head_dim: usize, theta: f64) -> Self {
         Self::scaled(n_positions, head_dim, theta, None)
     }
 
-    /// The same with scaled frequencies.
+    /// Like [`RopeTable::new`], with scaled frequencies.
     pub fn scaled(n_positions: usize, head_dim: usize, theta: f64, scaling: Option<&RopeScaling>) -> Self {
         let (frequencies, factor) = inverse_frequencies(head_dim, theta, scaling);
         let angles = (0..n_positions).flat_map(|p| frequencies.iter().map(move |f| p as f32 * f));
@@ -39,7 +39,7 @@ impl RopeTable {
         (&self.cos[angles.clone()], &self.sin[angles])
     }
 
-    /// All cosines and sines, `(positions, D / 2)` each, and D.
+    /// All cosines and all sines, `(positions, D / 2)` each, and the head size D.
     pub fn tables(&self) -> (&[f32], &[f32], usize) {
         (&self.cos, &self.sin, self.head_dim)
     }
@@ -48,7 +48,7 @@ impl RopeTable {
         self.cos.len() / (self.head_dim / 2)
     }
 
-    /// [`rope`], or with a norm's weight and epsilon [`norm_rope`], on slices: `x` is `(N, heads * D)`.
+    /// [`rope`], or with the weight and epsilon of a norm [`norm_rope`], on slices: `x` is `(N, heads * D)`.
     pub fn apply(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &[u32]) -> Result<Vec<f32>> {
         let width = x.len() / positions.len().max(1);
         self.check(positions.len(), width, positions)?;

@@ -76,10 +76,10 @@ pub(crate) trait Arithmetic {
     fn multiply_add(a: f32, b: f32, c: f32) -> f32;
 }
 
-/// One instruction.
+/// Multiplication and addition in one instruction.
 pub(crate) struct Fused;
 
-/// Two instructions: a fused multiply-add without hardware for it is a slow call.
+/// Multiplication and addition in two instructions: without hardware for it, a fused multiply-add is a slow call.
 pub(crate) struct Plain;
 
 impl Arithmetic for Fused {

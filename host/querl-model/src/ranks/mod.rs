@@ -55,12 +55,12 @@ impl Ranks {
         Self { member: (group.members.len() > 1).then_some(member) }
     }
 
-    /// From 0.
+    /// Index of this rank in its process group, from 0.
     pub fn rank(&self) -> usize {
         self.member.as_ref().map_or(0, |member| member.index)
     }
 
-    /// Number of ranks.
+    /// Number of ranks in the process group.
     pub fn world_size(&self) -> usize {
         self.member.as_ref().map_or(1, |member| member.group.members.len())
     }
@@ -70,15 +70,15 @@ impl Ranks {
         self.rank() == 0
     }
 
-    /// Returns when all ranks have called it.
+    /// Waits until all ranks have called it.
     ///
     /// # Errors
-    /// A rank has failed, or made another call.
+    /// A rank has failed, or made another collective call.
     pub fn barrier(&self) -> Result<(), RanksError> {
         self.exchange("a barrier".into(), ()).map(drop)
     }
 
-    /// A barrier before a collective operation of an accelerator, which has this name on all ranks.
+    /// A barrier before a collective operation of an accelerator; `operation`: its name, which must be the same on all ranks.
     ///
     /// # Errors
     /// As [`Ranks::barrier`].
@@ -86,26 +86,26 @@ impl Ranks {
         self.exchange(operation, ()).map(drop)
     }
 
-    /// The values of all ranks, in their order: of one type, whose size may differ.
+    /// All-gather: the values of all ranks in rank order. They have one type, but may differ in size.
     ///
     /// # Errors
-    /// A rank has failed, or made another call.
+    /// A rank has failed, or made another collective call.
     pub fn all_gather<T: Send + Sync + 'static>(&self, value: T) -> Result<Vec<Arc<T>>, RanksError> {
         self.exchange(format!("all-gather of {}", std::any::type_name::<T>()), value)
     }
 
-    /// Whether the value of any rank is true.
+    /// Whether any rank passed `true`; a collective operation.
     ///
     /// # Errors
-    /// A rank has failed, or made another call.
+    /// A rank has failed, or made another collective call.
     pub fn any(&self, value: bool) -> Result<bool, RanksError> {
         Ok(self.exchange("any".into(), value)?.into_iter().any(|value| *value))
     }
 
-    /// The value of rank `root`; the others pass `None`.
+    /// Broadcast: the value that rank `root` passed; the other ranks pass `None`.
     ///
     /// # Errors
-    /// A rank has failed, or made another call; or `root` passed `None`.
+    /// A rank has failed, or made another collective call; or `root` passed `None`.
     pub fn broadcast<T: Send + Sync + 'static>(&self, root: usize, value: Option<T>) -> Result<Arc<T>, RanksError> {
         let operation = format!("broadcast of {} from rank {root}", std::any::type_name::<T>());
         let all = self.exchange(operation, value.map(Arc::new))?;
@@ -116,7 +116,7 @@ impl Ranks {
     /// All-reduce: replaces `values` by their sum over all ranks.
     ///
     /// # Errors
-    /// A rank has failed, made another call, or has another number of values.
+    /// A rank has failed, made another collective call, or has another number of values.
     pub fn sum(&self, values: &mut [f32]) -> Result<(), RanksError> {
         if self.world_size() == 1 {
             return Ok(());
@@ -133,10 +133,10 @@ impl Ranks {
         Ok(())
     }
 
-    /// All-reduce of an f32 tensor, which has the same shape on all ranks. The sum is no part of a graph.
+    /// All-reduce of an f32 tensor, which has the same shape on all ranks. No gradient flows through the sum.
     ///
     /// # Errors
-    /// As [`Ranks::sum`]; or another type.
+    /// As [`Ranks::sum`]; or the tensor is not f32.
     pub fn sum_tensor(&self, tensor: &Tensor) -> TensorResult<Tensor> {
         if self.world_size() == 1 {
             return Ok(tensor.detach());
@@ -149,11 +149,11 @@ impl Ranks {
         Tensor::from_vec(values, tensor.shape(), tensor.device())
     }
 
-    /// Waits until the work that was submitted to the tensor's device is done on all ranks. An all-reduce that a failed rank left is
-    /// incomplete.
+    /// Waits until the work submitted to the tensor's device is done on all ranks, so that results of all-reduces are complete; a
+    /// collective operation.
     ///
     /// # Errors
-    /// A rank has failed, or made another call; submitted work failed.
+    /// A rank has failed, or made another collective call; or submitted work failed.
     pub fn settle(&self, tensor: &Tensor) -> TensorResult<()> {
         match accelerator_of(tensor)? {
             Some(accelerator) if self.world_size() > 1 => accelerator.settle(self),
@@ -161,10 +161,11 @@ impl Ranks {
         }
     }
 
-    /// Process groups of the ranks that pass the same `group`, in the same order. A failure still reaches all ranks.
+    /// Splits the process group: returns the group of the ranks that passed the same `group`, in rank order. A failure in it still reaches
+    /// all ranks of the job.
     ///
     /// # Errors
-    /// A rank has failed, or made another call.
+    /// A rank has failed, or made another collective call.
     pub fn split(&self, group: usize) -> Result<Self, RanksError> {
         let Some(Member { group: all, index, .. }) = &self.member else { return Ok(Self::alone()) };
         let chosen = self.exchange("split".into(), group)?;
@@ -178,18 +179,20 @@ impl Ranks {
         Ok(Self::of(group, rank))
     }
 
-    /// Where an accelerator keeps this rank's communicator; `None` for a group of one rank.
+    /// The slot in which an accelerator stores this rank's communicator; `None` for a process group of one rank.
     pub fn communicator(&self) -> Option<&OnceLock<DeviceState>> {
         self.member.as_ref().map(|member| &*member.communicator)
     }
 
-    /// Aborts `communicator` when a rank fails, and closes it when all ranks have finished.
+    /// Registers a communicator, which is aborted when a rank fails and closed when all ranks have finished.
     pub fn register(&self, communicator: Arc<dyn Communicator>) {
         if let Some(member) = &self.member {
             member.group.world().register(communicator);
         }
     }
 
+    /// Returns an error if a rank has failed.
+    ///
     /// # Errors
     /// A rank has failed.
     #[allow(missing_docs)]
@@ -223,19 +226,19 @@ const CHUNK: usize = 1 << 15;
 pub struct Mesh {
     /// All ranks of the job.
     pub all: Ranks,
-    /// Ranks with the same shard: each has other rows, and gradients are all-reduced over them.
+    /// Data-parallel ranks: they have the same shard but different rows, and all-reduce their gradients.
     pub data: Ranks,
-    /// Ranks that hold one copy of the model together, and have the same rows.
+    /// Tensor-parallel ranks: together they hold one copy of the model, and they have the same rows.
     pub tensor: Ranks,
 }
 
 impl Mesh {
-    /// A job of one rank.
+    /// The process groups of a job with one rank.
     pub fn alone() -> Self {
         Self::default()
     }
 
-    /// Data parallel: every rank has a copy of the model.
+    /// Data parallel: each of the ranks has a full copy of the model.
     pub fn of_data(all: Ranks) -> Self {
         Self { data: all.clone(), all, tensor: Ranks::alone() }
     }
@@ -245,7 +248,7 @@ impl Mesh {
         self.tensor.world_size() > 1
     }
 
-    /// Process groups of the same ranks for another thread of each.
+    /// Process groups of the same ranks for a second thread of each rank; a collective operation.
     ///
     /// # Errors
     /// A rank has failed.
@@ -253,7 +256,7 @@ impl Mesh {
         Ok(Self { all: self.all.split(0)?, data: self.data.split(0)?, tensor: self.tensor.split(0)? })
     }
 
-    /// Shards each copy of the model over `tensor_parallel` ranks; a collective operation.
+    /// Process groups in which each copy of the model is sharded over `tensor_parallel` ranks; a collective operation.
     ///
     /// # Errors
     /// A rank has failed; or `tensor_parallel` does not divide the number of ranks.

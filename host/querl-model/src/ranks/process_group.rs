@@ -14,12 +14,12 @@ use std::time::Duration;
 /// failure is reported all the same.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
 
-/// One rank's end of a communicator between devices. Both calls run on a thread of their own, for all ranks at the same time, since
-/// they may wait for the other ranks.
+/// One rank's handle of a communicator between devices. Each method is called for all ranks at the same time, on a thread per rank, since
+/// it may wait for the other ranks.
 pub trait Communicator: Send + Sync {
-    /// A rank has failed: ends collective operations that are under way.
+    /// Aborts pending collective operations, after a rank has failed.
     fn abort(&self);
-    /// All ranks have finished: frees what it holds.
+    /// Frees the communicator, after all ranks have finished.
     fn close(&self);
 }
 
@@ -108,7 +108,8 @@ impl World {
         let _ = self.ending.changed.wait_timeout_while(n, ABORT_TIMEOUT, |n| *n > 0);
     }
 
-    /// After the threads of all ranks; failed ranks have waited for the end of communicators themselves.
+    /// Closes all communicators, unless a rank has failed; called after the threads of all ranks have ended. A failed rank has waited until
+    /// they were aborted.
     pub(super) fn close(&self) {
         if self.failure.get().is_none() {
             self.end_communicators(|communicator| communicator.close());
@@ -245,14 +246,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 const STACK_BYTES: usize = 8 << 20;
 
-/// How one rank failed.
+/// How a rank failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum RankFailure<E> {
-    /// With its own error, or with the one that reported another rank's.
+    /// The rank returned an error: its own, or the one that reports another rank's failure.
     #[error("rank {rank}: {error}")]
     Failed { rank: usize, error: E },
-    /// It panicked, or its thread could not be started.
+    /// The rank panicked, or its thread could not be started.
     #[error("rank {rank} panicked: {message}")]
     Panicked { rank: usize, message: String },
 }
@@ -269,7 +270,7 @@ impl<E> RankFailure<E> {
 /// Runs `work` on `world_size` ranks, rank 0 in this thread, and returns the results of all in their order.
 ///
 /// # Errors
-/// The failures in the order in which they happened; those after the first may only report that it failed.
+/// The failures in the order in which they happened; those after the first may only report the first.
 pub fn run_ranks<T: Send, E: Send + Display>(
     world_size: usize,
     work: impl Fn(Ranks) -> Result<T, E> + Sync,

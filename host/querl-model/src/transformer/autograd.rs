@@ -24,9 +24,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 /// The rows of a pass through a layer, and how they attend to each other.
 #[derive(Clone)]
 pub struct LayerPass {
-    /// Rows and settings.
+    /// Rows of the batch, and parameters that all layers share.
     pub layer_rows: LayerRows,
-    /// Which rows attend to which.
+    /// Attention of the query rows over the prefix tree of the batch.
     pub attention: PackedAttention,
 }
 
@@ -35,9 +35,10 @@ pub struct LayerPass {
 /// # Errors
 /// Methods fail if the device is out of memory, or if earlier work on it failed.
 pub trait LayerAccelerator: Send + Sync {
-    /// The RoPE table of a decoder, for all its passes.
+    /// Uploads the RoPE table of a decoder, which all its passes use.
     fn upload_rope(&self, rope: &RopeTable) -> Result<DeviceState>;
-    /// The rows of a pass, for all layers; `rope` from [`LayerAccelerator::upload_rope`]. `query_rows`: ascending, `None` means all.
+    /// Uploads the rows of a pass, which all its layers use; `rope` from [`LayerAccelerator::upload_rope`]. `query_rows`: ascending, `None`
+    /// means all.
     fn upload_rows(
         &self,
         rope: &DeviceState,
@@ -45,7 +46,7 @@ pub trait LayerAccelerator: Send + Sync {
         query_rows: Option<&[u32]>,
         dropout: Option<&DropoutMask>,
     ) -> Result<DeviceState>;
-    /// One layer for training; see [`forward_on`].
+    /// Computes one layer in training; see [`forward_on`].
     fn forward_layer(
         &self,
         weights: &LayerWeights,
@@ -182,7 +183,7 @@ impl<B: TrainingBackend> CustomOp2 for LayerOp<B> {
     }
 }
 
-/// One layer that keeps its input alone.
+/// A transformer layer with gradient checkpointing: it saves only its input.
 pub(crate) struct CheckpointedLayer {
     pub(crate) weights: Arc<LayerWeights>,
     pub(crate) pass: LayerPass,
@@ -274,15 +275,14 @@ impl CustomOp1 for Seed {
     }
 }
 
-/// How a pass over a batch is to be run.
+/// Settings of a forward pass over a batch.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Pass<'a> {
-    /// `None`: the base alone.
+    /// The adapter; `None` for the base alone.
     pub adapter: Option<&'a LoraAdapter>,
     /// Dropout on the inputs of the adapter; `None` in rollouts, reference passes and evaluation.
     pub dropout: Option<Dropout>,
-    /// What layers save for the backward pass, and where they put gradients; `None` saves activations and leaves gradients to
-    /// the graph.
+    /// Gradient checkpointing and the collection of gradients; `None` saves all activations and leaves gradients to candle's graph.
     pub recompute: Option<&'a Recompute>,
 }
 
@@ -298,7 +298,7 @@ impl<'a> Pass<'a> {
 pub enum Keep {
     /// Activations that are expensive to compute again.
     Activations,
-    /// Its input alone: gradient checkpointing.
+    /// Only the layer's input: gradient checkpointing.
     Inputs,
 }
 
@@ -312,7 +312,7 @@ pub struct Recompute {
 }
 
 impl Recompute {
-    /// An empty collection.
+    /// An empty collection of gradients; `keep`: what layers save.
     pub fn new(keep: Keep) -> Self {
         Self { keep, gradients: Arc::default(), anchor: Arc::default() }
     }
@@ -321,7 +321,7 @@ impl Recompute {
         self.keep == Keep::Inputs
     }
 
-    /// The same gradients, for the inside of a checkpointed layer.
+    /// The same collection of gradients, for the recomputation inside a checkpointed layer.
     pub(crate) fn inside(&self) -> Self {
         Self { keep: Keep::Activations, ..self.clone() }
     }

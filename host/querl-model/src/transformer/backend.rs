@@ -10,27 +10,27 @@ use std::any::Any;
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// What every layer of a model needs in addition to its weights.
+/// Parameters that all layers of a model share, in addition to the weights of each.
 #[derive(Clone)]
 pub struct LayerContext {
-    /// RoPE of all positions.
+    /// RoPE table of all positions.
     pub rope: RopeTable,
     /// Width H of the residual.
     pub hidden_size: usize,
     /// Epsilon of all RMSNorms.
     pub eps: f32,
-    /// Ranks over which products that are split by their inputs are summed.
+    /// Tensor-parallel ranks, over which the outputs of row-parallel layers are all-reduced.
     pub parallel: TensorParallel,
 }
 
-/// Rows that enter a linear layer.
+/// Rows (tokens) that enter a linear layer.
 #[derive(Clone)]
 pub struct Rows {
     /// Position of each row in its sequence.
     pub positions: Arc<Vec<u32>>,
-    /// Dropout on the inputs of adapters: one key per row.
+    /// Dropout on the inputs of adapters, with one key per row; `None` without dropout.
     pub dropout: Option<DropoutMask>,
-    /// The same rows as a backend keeps them on its device.
+    /// The rows in device memory, in the backend's form; `None` on the CPU.
     pub device_rows: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -39,36 +39,36 @@ pub struct Rows {
 pub struct QueryRows {
     /// Row indices, ascending.
     pub indices: Arc<Vec<u32>>,
-    /// Their positions and dropout.
+    /// Positions and dropout of the query rows.
     pub rows: Rows,
 }
 
 /// The rows of one pass through a layer.
 #[derive(Clone)]
 pub struct LayerRows {
-    /// Settings of the model.
+    /// Parameters that all layers of the model share.
     pub context: LayerContext,
-    /// Input rows: keys and values.
+    /// Input rows of the layer, for which keys and values are computed.
     pub rows: Rows,
-    /// Output rows; `None` means all.
+    /// Rows whose output is computed; `None` means all.
     pub query_rows: Option<QueryRows>,
 }
 
 impl LayerRows {
-    /// The rows of queries and of everything after attention.
+    /// The query rows, for which everything but keys and values is computed.
     pub fn queries(&self) -> &Rows {
         self.query_rows.as_ref().map_or(&self.rows, |query_rows| &query_rows.rows)
     }
 }
 
-/// Causal attention among the rows of a packed batch; sequences do not see each other.
+/// Causal attention among the rows of a packed batch; different sequences do not attend to each other.
 #[derive(Clone)]
 pub struct PackedAttention {
     /// Query rows and the prefix tree that they attend in.
     pub queries: Queries,
     /// Head size D.
     pub head_dim: usize,
-    /// The rows that are queries, for backends of GPUs.
+    /// Positions and dropout of the query rows, for GPU backends.
     pub rows: Rows,
 }
 
@@ -133,21 +133,21 @@ pub trait LayerBackend: Sized {
     ) -> Result<(Self::Residual, Self::LoraAOut)>;
     /// See [`crate::kernels::swiglu`].
     fn swiglu(&self, gate: &Self::ActivationSlice, up: &Self::ActivationSlice) -> Result<Self::Activations>;
-    /// As many zeros as `residual` has values.
+    /// A residual buffer of zeros, of the same length as `residual`.
     fn zeros_like(&self, residual: &Self::ResidualSlice) -> Result<Self::Residual>;
-    /// Replaces a buffer by its sum over ranks; a collective operation.
+    /// Replaces a buffer by its sum over all ranks; a collective operation.
     fn all_reduce(&self, ranks: &Ranks, sum: &mut Self::Residual) -> Result<()>;
 }
 
-/// Output of a linear layer, and of its LoRA A.
+/// Outputs of a linear layer and of its LoRA A.
 pub type ProjectionOut<B> = (<B as LayerBackend>::Activations, <B as LayerBackend>::LoraAOut);
 
 /// Attention of a layer: among the rows of a packed batch ([`PackedAttention`]), or over a paged KV cache.
 pub trait Attention<B: LayerBackend> {
-    /// What the backward pass needs.
+    /// Values that attention saves for its backward pass.
     type Saved;
 
-    /// `(queries, heads * D)` for queries, keys and values with RoPE applied.
+    /// Attention output `(queries, heads * D)` for queries, keys and values with RoPE applied, and what is saved for the backward pass.
     fn attend(&mut self, backend: &B, qkv: [&B::ActivationSlice; 3]) -> Result<(B::Activations, Self::Saved)>;
 }
 
@@ -166,9 +166,9 @@ pub trait TrainingBackend:
     + Sync
     + 'static
 {
-    /// What the device caches of a linear layer from the forward to the backward pass.
+    /// Values of a linear layer that the device caches from the forward to the backward pass.
     type LinearState: Default + Send + Sync;
-    /// Logarithms of the sums of exponentials of attention scores.
+    /// Log-sum-exp of the attention scores, saved for the backward pass.
     type LogSumExp: Send + Sync;
     /// Gradients of a linear layer's parameters; the default is none.
     type LinearGradients: Default;
@@ -184,15 +184,15 @@ pub trait TrainingBackend:
         Ok(())
     }
 
-    /// The tensor in a layout that [`TrainingBackend::borrow`] takes.
+    /// The tensor, or a copy of it, in a layout that [`TrainingBackend::borrow`] takes.
     fn contiguous(&self, tensor: &Tensor) -> Result<Tensor>;
-    /// The values of a contiguous f32 tensor.
+    /// Borrows the values of a contiguous f32 tensor.
     fn borrow<'a>(&self, tensor: &'a Tensor) -> Result<Self::Borrowed<'a>>;
-    /// A buffer as the storage of a tensor.
+    /// Converts a buffer to the storage of a candle tensor.
     fn storage(&self, buffer: Self::Residual) -> Result<Storage>;
     /// Number of values of a buffer.
     fn len(&self, buffer: &Self::ResidualSlice) -> usize;
-    /// The buffers one after another.
+    /// Concatenates buffers.
     fn concat(&self, parts: Vec<Self::Residual>) -> Result<Self::Residual>;
 
     /// The residual (or its gradient) in the type of activations.
@@ -223,12 +223,13 @@ pub trait TrainingBackend:
         residual_grad: Option<&Self::ResidualSlice>,
     ) -> Result<(Self::Residual, Option<Self::Residual>)>;
 
-    /// For each linear layer and the gradient `g` of its output: `scale * g B`, which all other gradients need.
+    /// Gradient of each linear layer's LoRA A output: `scale * g B` for the gradient `g` of the layer's output; all other gradients need
+    /// it.
     fn lora_b_backward<const N: usize>(
         &self,
         layers: [(&LoraLinear<Self::LinearState>, &Self::ActivationSlice); N],
     ) -> Result<[Self::LinearGradients; N]>;
-    /// Adds gradients of parameters to the result of [`TrainingBackend::lora_b_backward`].
+    /// Computes gradients of parameters and adds them to the results of [`TrainingBackend::lora_b_backward`].
     fn parameter_backward<const N: usize>(&self, layers: [LinearBackward<'_, Self>; N]) -> Result<()>;
     /// Gradient of a linear layer's input.
     fn input_backward(
@@ -281,17 +282,17 @@ pub trait TrainingBackend:
     ) -> Result<[Self::Activations; 3]>;
 }
 
-/// A linear layer whose parameters get their gradients.
+/// Inputs and results of the backward pass of a linear layer's parameters.
 pub struct LinearBackward<'a, B: TrainingBackend> {
-    /// The layer of the forward pass.
+    /// The linear layer.
     pub linear: &'a LoraLinear<B::LinearState>,
     /// Input of the forward pass.
     pub x: &'a B::ActivationSlice,
-    /// LoRA A's output in the forward pass.
+    /// Output of LoRA A in the forward pass.
     pub lora_a_out: &'a B::LoraAOut,
-    /// Gradient of the output.
+    /// Gradient of the layer's output.
     pub grad: &'a B::ActivationSlice,
-    /// From [`TrainingBackend::lora_b_backward`]; completed here.
+    /// Result of [`TrainingBackend::lora_b_backward`], to which the gradients of parameters are added.
     pub gradients: &'a mut B::LinearGradients,
 }
 
@@ -302,11 +303,11 @@ pub type LinearGrad<'a, B> = (
     &'a <B as TrainingBackend>::LinearGradients,
 );
 
-/// A borrowed buffer, or one that was made for this use; `Cow` without `ToOwned`.
+/// A borrowed or an owned buffer: `Cow` without `ToOwned`.
 pub enum MaybeBorrowed<'a, T: Deref> {
-    /// Not copied.
+    /// A borrowed buffer.
     Borrowed(&'a T::Target),
-    /// Made for this use.
+    /// An owned buffer.
     Owned(T),
 }
 

@@ -86,7 +86,7 @@ pub struct TransformerLayer<B: LayerBackend> {
     pub down: B::Linears<1>,
 }
 
-/// What the backward pass reads; see the module's documentation. `S` is what attention saves.
+/// Values saved for the backward pass, listed in the module's documentation. `S`: what attention saves.
 pub struct SavedActivations<B: LayerBackend, S> {
     q: B::Activations,
     k: B::Activations,
@@ -166,7 +166,7 @@ const GATE: usize = 4;
 const UP: usize = 5;
 const DOWN: usize = 6;
 
-/// The layer's input `(N, H)`. Its gradient is not needed where it is the output of a frozen embedding.
+/// The layer's input `(N, H)`, and whether its gradient is needed: it is not if the input is the output of a frozen embedding.
 #[derive(Clone, Copy)]
 pub struct LayerInput<'a, B: TrainingBackend> {
     pub values: &'a B::ResidualSlice,
@@ -182,10 +182,10 @@ type Saved<B> = SavedActivations<B, <B as TrainingBackend>::LogSumExp>;
 type AttentionGradients<B> = ([<B as LayerBackend>::Activations; 3], [Option<<B as LayerBackend>::Residual>; 2]);
 
 impl<B: TrainingBackend> TransformerLayer<B> {
-    /// A layer for one pass.
+    /// The layer of a decoder with an adapter, prepared for one pass.
     ///
     /// # Errors
-    /// An adapter that the layer or the device cannot train.
+    /// The layer or the device cannot train the adapter.
     pub fn new(
         backend: &B,
         weights: &LayerWeights,
@@ -215,7 +215,7 @@ impl<B: TrainingBackend> TransformerLayer<B> {
         [q, k, v, o, gate, up, down]
     }
 
-    /// Everything that may be trained.
+    /// All tensors of the layer that may be trained.
     pub fn tensors(&self) -> Vec<&Tensor> {
         let mut tensors = vec![&self.input_norm, &self.post_attention_norm];
         tensors.extend(self.qk_norm.iter().flatten());

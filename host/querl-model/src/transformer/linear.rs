@@ -11,11 +11,11 @@ use std::sync::{Arc, OnceLock};
 
 /// A linear layer of the base model, by its path in the checkpoint.
 pub struct Linear {
-    /// Without `.weight`.
+    /// Path in the checkpoint, without `.weight`.
     pub path: String,
-    /// `(out, in)`.
+    /// Weight `(out, in)`.
     pub weight: Weight,
-    /// `(out)`.
+    /// Bias `(out)`.
     pub bias: Option<Tensor>,
     /// Squared lengths of the weight's rows `(out)`, for DoRA.
     squares: OnceLock<Tensor>,
@@ -44,43 +44,43 @@ impl Linear {
     }
 }
 
-/// A linear layer with its adapter in one pass; clones of tensors share their values. `S` is what the device caches of it.
+/// A linear layer with its adapter in one pass; clones of tensors share their values. `S`: state that the device caches.
 pub struct LoraLinear<S> {
-    /// `(out, in)`.
+    /// Weight `(out, in)`.
     pub weight: Weight,
-    /// `(out)`.
+    /// Bias `(out)`.
     pub bias: Option<Tensor>,
-    /// LoRA A and B.
+    /// LoRA matrices; `None` if the layer is not adapted.
     pub lora: Option<Lora>,
-    /// What the device caches.
+    /// State that the device caches from the forward to the backward pass.
     pub state: S,
 }
 
-/// `scale * B A`, added to a weight.
+/// LoRA matrices of a linear layer, which add `scale * B A` to its weight.
 pub struct Lora {
-    /// `(rank, in)`.
+    /// LoRA A `(rank, in)`.
     pub a: Tensor,
-    /// `(out, rank)`.
+    /// LoRA B `(out, rank)`.
     pub b: Tensor,
-    /// Alpha over rank.
+    /// Scale of `B A`: alpha over rank, or over its square root with rsLoRA.
     pub scale: f32,
-    /// DoRA.
+    /// DoRA magnitude; `None` without DoRA.
     pub magnitude: Option<Magnitude>,
     /// Path of the linear layer: it seeds the dropout masks.
     pub path: String,
-    /// Dropout on A's input.
+    /// Dropout on the input of A; `None` without dropout.
     pub dropout: Option<DropoutMask>,
-    /// See [`Rows::device_rows`].
+    /// Rows in device memory; see [`Rows::device_rows`].
     pub device_rows: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// DoRA: each output before its bias is multiplied by a trained magnitude over the length of the changed weight's row.
 pub struct Magnitude {
-    /// `(out)`.
+    /// Trained magnitude of each output `(out)`.
     pub trained: Tensor,
-    /// Magnitude over length `(out)`, without a gradient.
+    /// Factor on each output `(out)`: magnitude over length of the adapted weight's row, without a gradient.
     pub factor: Tensor,
-    /// `(out)`: the gradient of the magnitude is that of the factor times this.
+    /// Inverse length of each row `(out)`, by which a gradient of the factor is multiplied to give that of the magnitude.
     pub inverse_length: Tensor,
 }
 
@@ -93,10 +93,10 @@ impl Magnitude {
 }
 
 impl<S: Default> LoraLinear<S> {
-    /// `rows`: those that enter the layer.
+    /// A layer of the base with its adapter. `rows`: the rows that enter the layer.
     ///
     /// # Errors
-    /// An adapter on a weight that is trained itself.
+    /// The adapter is on a weight that is trained itself.
     pub fn new(linear: &Linear, adapter: Option<&LoraAdapter>, rows: &Rows) -> Result<Self> {
         let pair = adapter.and_then(|adapter| adapter.pair(&linear.path));
         if pair.is_some() && matches!(linear.weight, Weight::Trained(_)) {
@@ -110,7 +110,7 @@ impl<S: Default> LoraLinear<S> {
         })
     }
 
-    /// Everything that may be trained: weight, bias, A, B, magnitude.
+    /// All tensors that may be trained: weight, bias, A, B, magnitude.
     pub fn tensors(&self) -> Vec<&Tensor> {
         let mut tensors = Vec::new();
         if let Weight::Trained(weight) = &self.weight {
@@ -139,7 +139,7 @@ impl Lora {
         })
     }
 
-    /// The rank, if the matrices fit a weight `(n_out, n_in)`.
+    /// The LoRA rank, if A and B fit a weight `(n_out, n_in)`.
     pub fn rank(&self, (n_out, n_in): (usize, usize)) -> Result<usize> {
         let rank = self.a.dim(0)?;
         if self.a.dims() != [rank, n_in] || self.b.dims() != [n_out, rank] {

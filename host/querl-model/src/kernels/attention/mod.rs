@@ -49,7 +49,7 @@ impl Heads {
     }
 }
 
-/// Which rows of a tree are queries; all rows are keys.
+/// The query rows of a prefix tree; all rows are keys.
 #[derive(Clone)]
 pub struct Queries {
     chunks: Arc<Vec<QueryChunk>>,
@@ -60,14 +60,14 @@ pub struct Queries {
 }
 
 impl Queries {
-    /// Every row.
+    /// All rows of the tree as queries.
     pub fn all(tree: &RowTree) -> Self {
         let rows: Vec<u32> = (0..tree.n_rows() as u32).collect();
         let n_queries = rows.len();
         Self { chunks: Arc::new(query_chunks(tree, &rows)), n_queries, n_rows: n_queries, window: usize::MAX }
     }
 
-    /// Some rows, in ascending order.
+    /// The rows with these indices, in ascending order, as queries.
     ///
     /// # Errors
     /// The rows are not ascending, or a row is not in the tree.
@@ -140,10 +140,10 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, queries: &Queries, head_dim
     )
 }
 
-/// Logarithms of the sums of exponentials, of each chunk `(kv_heads, queries, group)`: saved for the backward pass.
+/// Log-sum-exp of the attention scores for each chunk of queries, `(kv_heads, queries, group)`: saved for the backward pass.
 pub type LogSumExp = Vec<Vec<f32>>;
 
-/// [`attention`] on slices.
+/// Like [`attention`], on slices; also returns the log-sum-exp of the scores.
 pub fn attention_forward(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
     let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v, window: queries.window });
     let mut out = vec![0f32; q.len()];

@@ -5,7 +5,7 @@ use std::ops::Range;
 /// A node of the prefix tree: consecutive tokens (rows) shared by exactly the same sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Node {
-    /// First row.
+    /// Index of the node's first row.
     pub start: usize,
     /// Number of rows, at least one.
     pub len: usize,
@@ -24,7 +24,7 @@ pub struct RowTree {
 }
 
 impl RowTree {
-    /// Sequences of these lengths that share nothing.
+    /// The tree of sequences with these lengths that share no prefix.
     pub fn separate(lengths: &[usize]) -> Self {
         let mut start = 0;
         let node = |&len: &usize| {
@@ -34,18 +34,18 @@ impl RowTree {
         Self::new(lengths.iter().map(node).collect())
     }
 
-    /// `nodes` in the order of their rows, which they cover without gaps.
+    /// A tree of `nodes`, given in the order of their rows, which they cover without gaps.
     pub fn new(nodes: Vec<Node>) -> Self {
         debug_assert!(nodes.windows(2).all(|pair| pair[0].start + pair[0].len == pair[1].start));
         Self { nodes }
     }
 
-    /// Rows in all.
+    /// Number of rows.
     pub fn n_rows(&self) -> usize {
         self.nodes.last().map_or(0, |node| node.start + node.len)
     }
 
-    /// Runs of rows, in order.
+    /// The nodes, in the order of their rows.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
@@ -67,9 +67,9 @@ impl RowTree {
 /// Its keys are numbered: first the `n_before` rows that the first query sees before itself, by depth; then the rows from the
 /// first query to the last.
 pub(super) struct QueryChunk {
-    /// Of the list of queries.
+    /// Range of the chunk's queries in the list of all queries.
     pub(super) queries: Range<usize>,
-    /// For each of them how many keys it sees, itself included.
+    /// Number of keys that each query of the chunk attends to, itself included.
     pub(super) n_seen: Vec<usize>,
     /// Rows of the first keys, as runs.
     pub(super) before: Vec<Range<usize>>,

@@ -18,7 +18,7 @@ pub(super) struct Inputs<'a> {
     pub(super) q: &'a [f32],
     pub(super) k: &'a [f32],
     pub(super) v: &'a [f32],
-    /// Most keys that a query sees.
+    /// Sliding window: the maximum number of keys that a query attends to.
     pub(super) window: usize,
 }
 
@@ -45,7 +45,7 @@ pub(super) struct KeyGradients {
     pub(super) dv: Vec<f32>,
 }
 
-/// What the backward pass reads in addition to the inputs, for the chunk's queries.
+/// Results of the forward pass for the chunk's queries, which the backward pass reads.
 #[derive(Clone, Copy)]
 pub(super) struct Outputs<'a> {
     /// `(queries, heads * D)`.

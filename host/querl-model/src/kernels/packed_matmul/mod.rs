@@ -57,11 +57,11 @@ unsafe impl Sync for Output<'_> {}
 pub(super) enum Start<'a> {
     /// 0: the memory may be fresh, since none of it is read.
     Zero,
-    /// So many times what the output holds.
+    /// The current values of the output times this factor.
     Itself(f32),
     /// Another matrix of the same shape.
     Matrix(&'a [f32]),
-    /// The same row for all, such as a bias.
+    /// The same row, such as a bias, for every row of the result.
     Row(&'a [f32]),
 }
 

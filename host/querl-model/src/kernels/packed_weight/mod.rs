@@ -27,7 +27,7 @@ pub(super) struct Packed {
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// Neighbours of a row that share a scale in int8 and nf4; in fp8 all do.
+/// Number of neighbouring weights of a row that share a scale in int8 and nf4; in fp8 a whole row shares one.
 pub const GROUP: usize = 64;
 
 fn n_groups(dtype: BaseDtype, n_in: usize) -> usize {
