@@ -1,5 +1,5 @@
-//! The order in which training takes rows, and the split of a batch into micro-batches: forward passes that fit in memory and compute common
-//! prefixes once.
+//! The order in which training takes rows, and the split of a batch into micro-batches: forward passes that fit in memory and compute
+//! common prefixes once.
 
 use crate::TrainError;
 use crate::policy::Example;

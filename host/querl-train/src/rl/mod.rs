@@ -107,7 +107,7 @@ pub struct RlTask<'a> {
     pub output_dir: &'a Path,
     /// Where progress is shown.
     pub progress: &'a dyn Progress,
-    /// Step after which training saves its state and stops, as if the stop flag were set; a call with a later step, or with `None`, resumes.
+    /// Step after which training saves its state and stops, as if the stop flag were set; a call with a later step, or `None`, resumes.
     /// `None`: training takes all steps.
     pub stop_after: Option<u64>,
     /// Stop flag. Read before each decode step, after rollouts, and, if the step can be discarded, before each pass over a batch; otherwise
