@@ -65,7 +65,7 @@ pub struct StyleClassifier {
     pub max_length: usize,
 }
 
-/// Logits of texts.
+/// Logits of texts, with one row per text.
 pub struct Answers {
     /// Logits, one row per text and one column per class.
     pub logits: Vec<Vec<f64>>,
@@ -97,7 +97,7 @@ impl StyleClassifier {
         Ok(Self { classifier, tokenizer, temperature, max_length })
     }
 
-    /// Logits of texts.
+    /// Logits of texts, with one row per text.
     ///
     /// # Errors
     /// A text has no token, or the model fails.
