@@ -80,7 +80,7 @@ pub struct LossFacts {
 
 impl LossFacts {
     /// The loss as advice in words. The loss on the targets of SFT decides; the loss on passages only if there are no rewrites yet, since a
-    /// base may have memorised the passages without being able to write a rewrite. Such a base may learn the form, so it is weak and not bad.
+    /// base may have memorised the passages without being able to write a rewrite. Such a base may learn the form: it is weak, not bad.
     pub fn advice(&self) -> Advice {
         let of = |what: &str, loss: &TextLoss| {
             let [weak, bad] = loss.limits();

@@ -28,7 +28,7 @@ pub(super) struct RolloutRequest<'a> {
     pub(super) policy: &'a LoraAdapter,
     pub(super) decoding: Decoding,
     pub(super) n_samples: usize,
-    /// The ranks, each of which generates the responses to some of the queries; only the first rank calls the environment.
+    /// The ranks: each generates the responses to some of the queries, and only the first calls the environment.
     pub(super) mesh: &'a Mesh,
     /// Stop flag in addition to the task's; either of them stops generation before the next decode step.
     pub(super) cancel: &'a AtomicBool,
