@@ -409,8 +409,10 @@ fn read(path: &Path, host: &PluginHost) -> anyhow::Result<PluginFile> {
         Some(file) => file,
         None => {
             let credentials = Credentials::find(reference.location())?;
-            let runtime =
-                tokio::runtime::Builder::new_current_thread().enable_all().build().context("no async runtime")?;
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .context("cannot start the async runtime (tokio)")?;
             runtime.block_on(reference.fetch(&cache, &credentials, Transport::Secure))?
         }
     };

@@ -63,7 +63,10 @@ impl Run {
             _ => Executor::in_process(),
         };
         querl_model::set_threads(config.threads);
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .build()
+            .context("cannot start the async runtime (tokio)")?;
         let dir = RunDir::new(&config.output_dir);
         let pins = Pins { dir: &dir, config: config_path, on_change };
         // The first build of a plugin takes minutes, whose seconds are shown.
@@ -110,7 +113,8 @@ impl Run {
 
     /// Opens a run for an estimate: takes no lock, writes nothing and needs no API key. Plugins must be built.
     pub(crate) fn open_to_look(config: Config, outside: ServiceContext) -> anyhow::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().context("no async runtime")?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().build().context("cannot start the async runtime (tokio)")?;
         let plugins = Plugins::open(&config, PluginUse::DryRun)?;
         Ok(Self::new(config, plugins, runtime, outside, Arc::new(Silent)))
     }
@@ -123,7 +127,10 @@ impl Run {
         reporter: Arc<dyn Reporter>,
     ) -> anyhow::Result<Self> {
         querl_model::set_threads(config.threads);
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .build()
+            .context("cannot start the async runtime (tokio)")?;
         let dir = RunDir::new(&config.output_dir);
         let pins = Pins { dir: &dir, config: config_path, on_change: OnPluginChange::Refuse };
         let plugins = Plugins::open(&config, PluginUse::Scoring(&pins))?;

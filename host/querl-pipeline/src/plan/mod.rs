@@ -147,7 +147,10 @@ fn look_up(config: &Config, inputs: &PlanInputs, run: Option<&Run>) -> anyhow::R
     if let Some(run) = run {
         return look_up_in(config, inputs, &run.outside, &run.runtime);
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the async runtime (tokio)")?;
     look_up_in(config, inputs, &outside_for_scoring(config)?, &runtime)
 }
 
