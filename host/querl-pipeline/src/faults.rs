@@ -22,7 +22,7 @@ const MOST_FILES: usize = 10;
 /// Larger files are not read.
 const LARGEST_BYTES: u64 = 256 << 20;
 
-/// A file of `faults/`.
+/// A parsed fault file of the folder `faults/`.
 #[derive(Debug)]
 pub struct FaultFile {
     /// Plugin and fault, from the first line.
@@ -71,7 +71,7 @@ pub enum PromptCall {
 }
 
 impl PromptCall {
-    /// Repeats the call.
+    /// Repeats the recorded call on a prompt plugin.
     ///
     /// # Errors
     /// The plugin faulted.

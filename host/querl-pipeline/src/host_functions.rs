@@ -51,10 +51,10 @@ struct Item {
     query: String,
     context: Context,
     rewrite: String,
-    /// Of each call to a service.
+    /// Time limit of each call to a service; `None`: no limit.
     deadline: Option<Duration>,
     calls: Vec<HostCall>,
-    /// Of all calls, texts and results.
+    /// Size in bytes of the texts and results of all calls so far.
     n_bytes: usize,
 }
 

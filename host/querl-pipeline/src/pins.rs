@@ -159,9 +159,9 @@ impl FoundPlugin<'_> {
         self.file.as_ref().is_none_or(|file| file.bundle().is_some())
     }
 
-    /// Its entry in a lock file. Only a component knows its id and version, and it is not asked: without a manifest they are those of
-    /// the same component in `lock`. `None` where there is none, and for a folder that has to be built. A bundle that has not been
-    /// fetched is known by the digest in its reference.
+    /// The plugin's entry in a lock file. The component is not loaded for its id and version: without a manifest, these are taken from the
+    /// same component in `lock`. `None` if `lock` does not have it, and for a folder that must be built first. A bundle that has not been
+    /// fetched is identified by the digest in its reference.
     fn entry(&self, lock: &LockFile) -> Option<LockEntry> {
         let Some(file) = &self.file else {
             return lock.entries.iter().find(|entry| entry.role == self.role && entry.path == self.path).cloned();

@@ -79,7 +79,8 @@ pub(crate) fn listed(differences: &[RunDifference]) -> String {
     }
 }
 
-/// Of what a stage left, only the dataset: checkpoints differ by the seed, and the rows of the data stages hold times and costs.
+/// Whether an input is compared. Of the outputs of stages only the dataset is: checkpoints differ by the seed, and rows of data stages have
+/// times and costs.
 fn is_compared(name: &str) -> bool {
     let left_by = StageName::ALL.into_iter().find(|stage| name.ends_with(&format!(" of {stage}")));
     !NOT_COMPARED.contains(&name) && left_by.is_none_or(|stage| stage == StageName::Convert)

@@ -356,7 +356,7 @@ struct Teacher {
     saved: BTreeMap<String, Vec<f64>>,
     /// Texts whose logits were computed now.
     n_asked: usize,
-    /// Those of them that were shortened.
+    /// Number of these texts that were shortened for the teacher.
     n_shortened: usize,
 }
 

@@ -215,9 +215,9 @@ pub(crate) struct Task<'a> {
 #[derive(Default)]
 struct Predictions {
     model: Vec<Vec<f64>>,
-    /// Of the model with temperature; empty where there is none.
+    /// Probabilities of the model with temperature; empty without a temperature.
     calibrated: Vec<Vec<f64>>,
-    /// That temperature, if it is the same for all.
+    /// Temperature of `calibrated`, if it is the same for all dialogues.
     temperature: Option<f64>,
     baseline: Vec<Vec<f64>>,
     n_shortened: usize,

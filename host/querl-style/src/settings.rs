@@ -135,7 +135,7 @@ impl TrainConfig {
         Ok(config)
     }
 
-    /// Where the classifier is written.
+    /// Folder in which the classifier is written.
     pub fn output_dir(&self) -> &Path {
         &self.output_dir
     }

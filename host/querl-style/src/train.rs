@@ -20,11 +20,11 @@ const DEMO: [&str; 3] = [
 /// File in the model's folder with the value of every setting.
 const RESOLVED_FILE: &str = "rm.resolved.toml";
 
-/// Result of a training.
+/// Result of a classifier training.
 pub struct Trained {
     /// Metrics on held-out dialogues, as text; `None` where nothing was held out.
     pub figures: Option<String>,
-    /// Names of the classes.
+    /// Names of the classes, in the order of their ids.
     pub classes: Vec<String>,
     /// Texts with the probabilities of the trained classifier, where `demo_inference` is set.
     pub demo: Vec<(&'static str, Vec<f64>)>,

@@ -51,7 +51,7 @@ pub struct ClassifyTask<'a> {
     pub seed: u64,
     /// Digest of everything that the result depends on, as [`SftTask::fingerprint`](crate::sft::SftTask::fingerprint).
     pub fingerprint: Option<&'a str>,
-    /// Where `best`, `last` and `state` are written.
+    /// Folder in which `best`, `last` and `state` are written.
     pub output_dir: &'a Path,
     /// Where progress is shown.
     pub progress: &'a dyn Progress,

@@ -205,7 +205,7 @@ mod tests {
     use querl_core::ports::{ParsedJudgement, PluginFault};
     use querl_core::records::Rejection;
 
-    /// Its prompts are not read.
+    /// A prompt plugin that returns empty prompts.
     struct NoPrompts;
 
     impl Prompts for NoPrompts {

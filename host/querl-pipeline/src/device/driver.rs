@@ -44,7 +44,7 @@ pub struct Driver {
 /// A GPU as the driver describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
-    /// Product name.
+    /// Product name, as reported by the driver.
     pub name: String,
     /// Total memory in bytes.
     pub memory_bytes: u64,

@@ -218,7 +218,7 @@ impl Executor {
     }
 }
 
-/// Of one GPU with this compute capability.
+/// The fingerprint text of the arithmetic of one GPU with this compute capability.
 fn arithmetic_of(Description { cuda, kernels, .. }: &Description, capability: u32) -> String {
     let cuda = cuda.map(version_name).unwrap_or_default();
     format!("cuda {cuda}, capability {capability}, kernels {kernels}")

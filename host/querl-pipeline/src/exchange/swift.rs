@@ -140,7 +140,7 @@ fn sampling(m: &mut Mapping, rl: &RlConfig) {
     }
 }
 
-/// Of a new adapter; that of SFT brings its own.
+/// Adds the LoRA settings of a new adapter; an SFT adapter has its own settings.
 fn lora(m: &mut Mapping, run: &ExportedRun) {
     let (rank, alpha) = run.lora();
     let sft = &run.config.sft;

@@ -110,7 +110,7 @@ struct Contents {
     stages: BTreeMap<String, Entry>,
 }
 
-/// The ledger file.
+/// The ledger: the records of all begun stages, with the path of their file.
 #[derive(Debug)]
 pub struct Ledger {
     path: PathBuf,
@@ -162,7 +162,7 @@ impl Ledger {
         &self.path
     }
 
-    /// The run directory.
+    /// Path of the run directory.
     pub(crate) fn root(&self) -> &Path {
         self.path.parent().unwrap_or(Path::new(""))
     }

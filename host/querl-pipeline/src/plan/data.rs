@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 /// Training rows that the source plan expects at least (section 1.5); `stages/funnel.rs` warns below the same number.
 const FEW_TRAINING_ROWS: usize = 240;
 
-/// A writing system.
+/// Writing system of a letter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -26,7 +26,7 @@ pub enum Script {
 }
 
 impl Script {
-    /// Of a letter; `None` for digits, punctuation and spaces.
+    /// Script of a letter; `None` for digits, punctuation and spaces.
     fn of(character: char) -> Option<Self> {
         if !character.is_alphabetic() {
             return None;

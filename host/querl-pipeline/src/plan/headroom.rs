@@ -254,7 +254,7 @@ fn is_shown(difference: f64, error: Option<f64>) -> bool {
     error.is_some_and(|error| difference > Z * error)
 }
 
-/// Of the mean; `None` for fewer than two values.
+/// Standard error of the mean; `None` for fewer than two values.
 fn standard_error(values: &[f64]) -> Option<f64> {
     let (n, mean) = (values.len() as f64, mean(values.iter().copied())?);
     let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();

@@ -1,4 +1,4 @@
-//! Looks up raw queries and teacher rewrites of train and val, with the configured limits and to the depth of the rank histogram.
+//! Lookups of the raw queries and teacher rewrites of train and val, with the configured limits and to the depth of the rank histogram.
 
 use super::headroom::{DEPTH, LookedUpRow, Lookup, gold_rank};
 use super::inputs::PlanInputs;

@@ -144,11 +144,11 @@ pub(super) fn coverage<'a>(
 pub struct TokenizerFacts {
     /// Vocabulary size.
     pub vocab_size: usize,
-    /// Of a sample of the queries.
+    /// Tokenizer statistics of a sample of the queries.
     pub unknown_query_chars: UnknownChars,
-    /// Of a sample of the queries.
+    /// Tokenizer statistics of a sample of the queries.
     pub queries: Coverage,
-    /// Of a sample of the passages.
+    /// Tokenizer statistics of a sample of the passages; `None` if the passages are not known.
     pub passages: Option<Coverage>,
 }
 

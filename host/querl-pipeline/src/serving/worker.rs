@@ -121,7 +121,7 @@ struct OpenRequest {
     sampling: SamplingSettings,
     model: Arc<TenantModel>,
     question: Option<Question>,
-    /// Of a chat response.
+    /// State of a streamed chat response; `None` for a rewrite.
     stream: Option<Arc<ChatStream>>,
     events: Arc<dyn EventSink>,
     queued_at: Instant,

@@ -124,7 +124,7 @@ struct Sweep<'a> {
     config: &'a Path,
     options: &'a SweepOptions,
     reporter: &'a Arc<dyn Reporter>,
-    /// Of the configuration itself; its stages may be finished already.
+    /// Run directory of the configuration itself, whose stages may already be finished.
     base_run: RunDir,
     combinations: Vec<Combination>,
     rungs: Vec<u32>,

@@ -157,7 +157,7 @@ impl SweepReport {
         })
     }
 
-    /// For a terminal; ends with a line break.
+    /// The ranking as a table for a terminal; ends with a line break.
     pub fn to_text(&self) -> String {
         let head = ["rank", self.metric.as_str(), "standard error", "seeds", "steps", "settings"];
         let mut grid = vec![head.map(str::to_owned)];

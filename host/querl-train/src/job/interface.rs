@@ -134,7 +134,7 @@ pub fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
 /// What `querl_cuda_describe` reports: versions and CUDA kernels of the library.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Description {
-    /// Version of querl.
+    /// Version of querl that the library was built from.
     pub version: String,
     /// Version of CUDA, such as 13000 for 13.0; `None` for a build that only has the CPU.
     pub cuda: Option<u32>,

@@ -28,7 +28,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard};
 
-/// What one rank of a job computes on.
+/// Device of one rank of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Device {
@@ -73,7 +73,7 @@ pub struct SftJob {
     pub val: Vec<Example>,
     /// Digest of everything that the result depends on; `None`: no checkpoints to resume from are written.
     pub fingerprint: Option<String>,
-    /// Where `best`, `last` and `state` are written.
+    /// Folder in which `best`, `last` and `state` are written.
     pub output_dir: PathBuf,
 }
 
@@ -103,7 +103,7 @@ pub struct RlJob {
     pub fingerprint: Option<String>,
     /// Step after which the job saves its state and stops, as if the stop flag were set; `None`: the job takes all steps.
     pub stop_after: Option<u64>,
-    /// Where `best`, `last` and `state` are written.
+    /// Folder in which `best`, `last` and `state` are written.
     pub output_dir: PathBuf,
 }
 

@@ -299,7 +299,7 @@ pub fn sequence_policy_loss(
 /// The loss of one ratio.
 struct TokenLoss {
     loss: f32,
-    /// Of `loss`, with respect to the log-probability.
+    /// Derivative of `loss` with respect to the log-probability.
     gradient: f32,
     /// `logprob - old_logprob` of the token, from which KL is estimated; in [`gspo_loss`] not that of the ratio.
     log_ratio: f32,
@@ -308,7 +308,7 @@ struct TokenLoss {
 }
 
 impl TokenLoss {
-    /// Of the clipped surrogate with this log-ratio, which is bounded to `-MAX_LOG_RATIO ..= max_log_ratio`.
+    /// Loss of the clipped surrogate with this log-ratio, which is clamped to `-MAX_LOG_RATIO ..= max_log_ratio`.
     fn clipped(unbounded: f32, max_log_ratio: f32, advantage: f32, clip: PolicyClip) -> Self {
         let log_ratio = unbounded.clamp(-MAX_LOG_RATIO, max_log_ratio);
         let ratio = log_ratio.exp();
@@ -326,7 +326,7 @@ impl TokenLoss {
         }
     }
 
-    /// Of the log-likelihood with this weight.
+    /// Loss of the log-likelihood with this weight.
     fn likelihood(log_ratio: f32, logprob: f32, weight: f32) -> Self {
         Self { loss: -weight * logprob, gradient: -weight, log_ratio, is_clipped: false, is_clipped_lower: false }
     }

@@ -73,7 +73,7 @@ pub struct ServerRollouts<'a> {
 pub struct RlTask<'a> {
     /// The frozen base.
     pub decoder: &'a Decoder,
-    /// The base's directory, named in the checkpoints.
+    /// Folder of the base, whose name is stored in adapter checkpoints.
     pub base_path: &'a Path,
     /// The adapter that is trained; it starts as the SFT adapter.
     pub policy: &'a LoraAdapter,
@@ -103,7 +103,7 @@ pub struct RlTask<'a> {
     /// Digest of everything that the result depends on: a run resumes from its newest checkpoint if that has the same
     /// fingerprint. `None`: no checkpoints to resume from are written.
     pub fingerprint: Option<&'a str>,
-    /// Where `best`, `last` and `state` are written.
+    /// Folder in which `best`, `last` and `state` are written.
     pub output_dir: &'a Path,
     /// Where progress is shown.
     pub progress: &'a dyn Progress,

@@ -23,7 +23,7 @@ use std::sync::atomic::AtomicBool;
 pub struct SftTask<'a> {
     /// An adapter on a frozen base, or a base whose weights are trained.
     pub policy: Policy<'a>,
-    /// The base's directory, named in the checkpoints.
+    /// Folder of the base, whose name is stored in adapter checkpoints.
     pub base_path: &'a Path,
     /// The training split.
     pub train: &'a [Example],
@@ -43,7 +43,7 @@ pub struct SftTask<'a> {
     /// Digest of everything that the result depends on: a run resumes from its newest checkpoint if that has the same
     /// fingerprint. `None`: no checkpoints to resume from are written.
     pub fingerprint: Option<&'a str>,
-    /// Where `best`, `last` and `state` are written.
+    /// Folder in which `best`, `last` and `state` are written.
     pub output_dir: &'a Path,
     /// Where progress is shown.
     pub progress: &'a dyn Progress,

@@ -71,7 +71,8 @@ pub(super) fn memory(
     }
 }
 
-/// Of all GPUs together. A reference of its own is needed only where all weights are trained: an adapter is left out for it.
+/// Bytes of the training state on all GPUs together. A separate reference is needed only if all weights are trained; otherwise the
+/// reference is the base without the adapter.
 fn training_bytes(shapes: &DecoderConfig, workload: &Workload) -> f64 {
     let (n_weights, frozen) = (shapes.n_parameters() as f64, weight_bytes(shapes));
     let (trained, reference) = match workload.updated {
@@ -82,8 +83,8 @@ fn training_bytes(shapes: &DecoderConfig, workload: &Workload) -> f64 {
     trained + critic + if workload.has_reference { reference } else { 0.0 }
 }
 
-/// Of one GPU: saved activations in bf16 (the inputs of all layers, and the activations of one layer or of all), logits, and two gathered
-/// layers.
+/// Bytes of a pass on one GPU: saved activations in bf16 (the inputs of all layers, and the activations of one layer or of all), logits,
+/// and two gathered layers.
 fn pass_bytes(shapes: &DecoderConfig, workload: &Workload, n_gpus: f64) -> f64 {
     let DecoderConfig { n_layers, hidden_size, intermediate_size, vocab_size, .. } = *shapes;
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);

@@ -17,7 +17,7 @@ const WORTHWHILE: f64 = 1.5;
 pub struct ScalingRow {
     /// Number of GPUs.
     pub n_gpus: usize,
-    /// Seconds of a step.
+    /// Wall-clock seconds of a step.
     pub seconds: f64,
     /// Whether the step fits in the memory of these GPUs.
     pub fits: bool,

@@ -430,7 +430,7 @@ fn scratch_bytes_of_row(shapes: &DecoderConfig, value_bytes: usize) -> u64 {
 pub struct Advice {
     /// The configuration keys to change and their new values, as text.
     pub change: String,
-    /// Bytes saved.
+    /// Bytes of memory that the change saves.
     pub saved_bytes: u64,
 }
 
