@@ -38,7 +38,7 @@ const CHAT_S: Range = Range { low: 0.5, high: 10.0 };
 const RETRIEVAL_S: Range = Range { low: 0.05, high: 2.0 };
 const PASSAGE_TOKENS: Range = Range { low: 20.0, high: 500.0 };
 
-/// An estimated range.
+/// Range of an estimated figure.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Range {
     /// Lower bound.
@@ -56,34 +56,34 @@ impl Range {
 /// The calls of one stage to one service.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Step {
-    /// The stage.
+    /// Name of the stage.
     pub stage: &'static str,
-    /// The provider: `teacher gpt-5`.
+    /// Name of the service, such as `teacher gpt-5`.
     pub provider: String,
     /// Number of calls.
     pub calls: Range,
-    /// Calls with a cached response; `None` while the requests are unknown.
+    /// Number of calls with a cached response; `None` if the requests are not known yet.
     pub cached: Option<u64>,
-    /// Calls in batches in flight, which are not paid again; `None` without batches.
+    /// Number of calls in submitted batches, which are not paid again; `None` if the batch API is not used.
     pub in_batches: Option<u64>,
-    /// In the currency of the prices; `None` without prices.
+    /// Cost of the calls, in the currency of the configured prices; `None` without prices.
     pub cost: Option<Range>,
-    /// Seconds of the calls.
+    /// Wall-clock time of the calls, in seconds.
     pub seconds: Range,
 }
 
-/// The estimate of a run.
+/// Estimated external calls of a run, with their cost and time.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Estimate {
-    /// Usable rows of the query table.
+    /// Number of usable rows of the query table.
     pub rows: usize,
-    /// In the order of the stages.
+    /// Calls of each stage to each service, in the order of the stages.
     pub steps: Vec<Step>,
-    /// The plugins that the run builds or fetches first.
+    /// Plugins that the run must build or fetch first.
     pub unprepared_plugins: Vec<PathBuf>,
     /// The configured budget.
     pub budget: Option<f64>,
-    /// What the data may have wrong.
+    /// Warnings about the data.
     pub warnings: Vec<String>,
 }
 
@@ -511,7 +511,7 @@ fn in_batches(step: Step, price_factor: f64) -> Step {
 }
 
 impl Estimate {
-    /// For a terminal.
+    /// The estimate as text for a terminal.
     pub fn to_text(&self) -> String {
         let mut lines = vec![format!("{} rows; no call was made", self.rows)];
         for step in &self.steps {

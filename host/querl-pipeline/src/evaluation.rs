@@ -16,7 +16,7 @@ const N_ROWS_AT_ONCE: usize = 16;
 
 pub(crate) enum System<'a> {
     Raw,
-    /// The query and its history summary.
+    /// The query followed by its history summary.
     WithHistory,
     Teacher,
     Model {
@@ -53,15 +53,15 @@ struct Answer {
     cost: Option<f64>,
 }
 
-/// The records of one system, and the number of rewrites without a reward, by code.
+/// Evaluation records of one system, and the number of its rewrites without a reward.
 #[derive(Debug, Default)]
 pub(crate) struct Evaluated {
     pub records: Vec<EvalRecord>,
-    /// Rewrites that could not be scored: a call failed, or a plugin rejected them.
+    /// Number of rewrites without a reward, by rejection code: a call failed, or a plugin rejected the episode.
     pub unscored: BTreeMap<String, u64>,
 }
 
-/// What every system is evaluated with.
+/// Test rows, teacher rewrites and scorer with which every system is evaluated.
 pub(crate) struct Evaluation<'a> {
     pub rows: &'a [DatasetRow],
     pub columns: &'a RowColumns,
@@ -69,7 +69,7 @@ pub(crate) struct Evaluation<'a> {
     pub scorer: &'a Scorer,
 }
 
-/// One record per row, in order, with hits, judgement and comparison with the teacher.
+/// Evaluates a system: one record per row, in order, with hits, judgement and comparison with the teacher.
 pub(crate) fn evaluate_system(
     system: &System<'_>,
     evaluation: &Evaluation<'_>,
@@ -109,7 +109,7 @@ pub(crate) fn evaluate_system(
     Ok(evaluated)
 }
 
-/// Rewrites without hits or judgement because a call failed, which may succeed in another run.
+/// Number of rewrites that lack hits or judgement because a call failed; the call may succeed in another run.
 pub(crate) fn n_failed(records: &[EvalRecord]) -> u64 {
     let answers = records.iter().filter_map(|record| record.outcome.as_ref().ok()).map(|answer| &answer.candidate);
     answers.filter(|side| side.retrieval_failure().is_some() || matches!(side.judgement, Judgement::Failed(_))).count()

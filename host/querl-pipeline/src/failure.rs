@@ -29,7 +29,7 @@ pub enum Ending {
     Interrupted = 130,
 }
 
-/// An error with its exit code.
+/// An error message with its exit code.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct Stop {
@@ -38,12 +38,12 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Wrong usage or input.
+    /// An error of usage or input, which the user can correct (exit code 2).
     pub fn usage(message: impl std::fmt::Display) -> Self {
         Self { ending: Ending::Usage, message: message.to_string() }
     }
 
-    /// A path that was given as the folder of a run, and is none, or one without a stage.
+    /// The error for a path that should be a run's folder but is not one, or is one in which no stage has begun.
     pub fn not_a_run(path: &Path) -> Self {
         let remedy = "run `querl run CONFIG` first";
         let why = match path {
@@ -56,7 +56,8 @@ impl Stop {
         Self::usage(format!("{}: not a run's folder: {why}; {expected}; {remedy}", path.display()))
     }
 
-    /// A model that cannot be opened, which the user can correct; too little memory to read it is a failure.
+    /// The error for a model that cannot be opened: an input error (exit code 2), or a failure (1) if a resource such as memory is
+    /// exhausted.
     pub fn of_model(error: ModelError) -> Self {
         let ending = match &error {
             ModelError::Io { source, .. } if is_exhausted(source) => Ending::Failed,
@@ -65,36 +66,36 @@ impl Stop {
         Self { ending, message: error.to_string() }
     }
 
-    /// A failed job. Out of memory is a failure whose message names the setting to change.
+    /// The error of a failed job. Out-of-memory is a failure (exit code 1) whose message names the setting to change.
     pub fn of(failure: Failure) -> Self {
         Self { ending: of_job(failure.kind), message: failure.message }
     }
 
-    /// A limit that the user set or left at its default.
+    /// The error for a limit that was reached, whether set by the user or left at its default (exit code 3).
     pub fn limit(message: impl Into<String>) -> Self {
         Self { ending: Ending::Limit, message: message.into() }
     }
 
-    /// Interrupted by a signal.
+    /// The error for an interrupt by a signal (exit code 130).
     pub fn interrupted(message: impl Into<String>) -> Self {
         Self { ending: Ending::Interrupted, message: message.into() }
     }
 }
 
-/// The run in `folder`, which has its configuration from its first stage on.
+/// The run directory in `folder`, recognised by its stored configuration, which the first stage writes.
 ///
 /// # Errors
-/// There is none: [`Stop::not_a_run`].
+/// [`Stop::not_a_run`] if `folder` is not a run directory.
 pub fn run_in(folder: &Path) -> Result<RunDir, Stop> {
     let dir = RunDir::new(folder);
     if dir.config().is_file() { Ok(dir) } else { Err(Stop::not_a_run(folder)) }
 }
 
-/// Checks that there is something at a path that was given as a run's folder or as a configuration. A missing `.toml` has a
-/// sentence of its own when it is read, with the nearest name.
+/// Checks that a path that names a run's folder or a configuration exists. A missing `.toml` passes: reading it gives a more specific
+/// error, with the nearest file name.
 ///
 /// # Errors
-/// There is nothing.
+/// There is no file or folder at the path.
 pub fn check_run_or_config(path: &Path) -> Result<(), Stop> {
     if path.exists() || path.extension().is_some_and(|extension| extension == "toml") {
         return Ok(());
@@ -103,7 +104,7 @@ pub fn check_run_or_config(path: &Path) -> Result<(), Stop> {
     Err(Stop::usage(format!("{}: no such file or folder; {expected}", path.display())))
 }
 
-/// Gives the error of a job its exit code.
+/// Converts a job's error to one with an exit code.
 pub fn ending(error: JobError) -> anyhow::Error {
     match error {
         JobError::Environment(error) => error.into(),
@@ -195,14 +196,14 @@ fn of_trainer(error: &TrainError) -> Option<Ending> {
     Some(of_job(job::FailureKind::of(error))).filter(|ending| *ending != Ending::Failed)
 }
 
-/// Whether the reader of stdout has closed it.
+/// Whether the error is a write to stdout after the reader has closed the pipe.
 pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     let kind = |cause: &(dyn std::error::Error + 'static)| Some(cause.downcast_ref::<std::io::Error>()?.kind());
     error.chain().any(|cause| kind(cause) == Some(std::io::ErrorKind::BrokenPipe))
 }
 
-/// The configuration's key, or the end of it, of an error that is found after the configuration is read: a variable without an API key, or a
-/// plugin's setting.
+/// The configuration key (or the end of it) that an error after reading the configuration is about, such as an environment variable without
+/// an API key or a plugin's setting; `None` for other errors.
 pub fn key_of(error: &anyhow::Error) -> Option<String> {
     error.chain().find_map(|cause| match (cause.downcast_ref(), cause.downcast_ref()) {
         (Some(DataError::Setting { key, .. }), _) if key.ends_with(".api_key_env") => Some(key.clone()),

@@ -1,6 +1,6 @@
-//! `faults/` in the run folder: what a plugin was given when it faulted, so that `querl plugin replay FILE` gives it the same again.
+//! `faults/` in the run folder: the input of each plugin call that faulted, so that `querl plugin replay FILE` can repeat the call.
 //!
-//! A file is one JSON object a line: first the plugin, its settings and the fault, then the items of the call, in order.
+//! A file has one JSON object per line: first the plugin, its settings and the fault, then the items of the call, in order.
 
 use crate::failure::Stop;
 use crate::host_functions::{RecordedCalls, RunHostFunctions};
@@ -22,16 +22,16 @@ const MOST_FILES: usize = 10;
 /// Larger files are not read.
 const LARGEST_BYTES: u64 = 256 << 20;
 
-/// A file of `faults/`.
+/// A parsed fault file of the folder `faults/`.
 #[derive(Debug)]
 pub struct FaultFile {
-    /// The plugin and its fault.
+    /// Plugin and fault, from the first line.
     pub header: FaultHeader,
-    /// What it was given.
+    /// Input of the call that faulted.
     pub call: FaultedCall,
 }
 
-/// The first line of a file.
+/// First line of a fault file: the plugin, its settings and the fault.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct FaultHeader {
     /// Id of the plugin.
@@ -40,18 +40,18 @@ pub struct FaultHeader {
     pub version: String,
     /// Path of the plugin, as configured.
     pub path: PathBuf,
-    /// `prompt`, `filter` or `reward`.
+    /// Role of the plugin: `prompt`, `filter` or `reward`.
     pub role: String,
-    /// The message of the fault.
+    /// Message of the fault.
     pub message: String,
     /// Settings of the plugin.
     pub settings: PluginSettings,
-    /// What the plugin logged in the call.
+    /// Log lines of the plugin from the call.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub log: Vec<String>,
 }
 
-/// What a plugin was given.
+/// Input of a plugin call that faulted, by role.
 #[derive(Debug)]
 #[allow(missing_docs)]
 pub enum FaultedCall {
@@ -60,7 +60,7 @@ pub enum FaultedCall {
     Prompt(PromptCall),
 }
 
-/// A call of a prompt plugin.
+/// Function and arguments of a prompt plugin call that faulted.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -71,7 +71,7 @@ pub enum PromptCall {
 }
 
 impl PromptCall {
-    /// Gives a plugin the same again.
+    /// Repeats the recorded call on a prompt plugin.
     ///
     /// # Errors
     /// The plugin faulted.
@@ -88,10 +88,10 @@ impl PromptCall {
 }
 
 impl FaultFile {
-    /// Reads a file of `faults/`; `None` where the file is of another kind.
+    /// Reads a fault file; `None` if the file is of another kind.
     ///
     /// # Errors
-    /// A line of it cannot be read.
+    /// A line of the fault file cannot be parsed.
     pub fn read(path: &Path) -> Result<Option<Self>, Stop> {
         #[derive(Deserialize)]
         struct First {
@@ -132,7 +132,7 @@ impl FaultFile {
     }
 }
 
-/// Writes the faults of one plugin of a run.
+/// Writer of the fault files of one plugin of a run.
 #[derive(Clone)]
 pub(crate) struct FaultLog {
     pub(crate) folder: PathBuf,
@@ -174,7 +174,7 @@ impl FaultLog {
     }
 }
 
-/// A plugin of a run whose faults are written.
+/// A plugin wrapped so that its faults are written to fault files.
 pub(crate) struct Logged<P> {
     pub(crate) plugin: P,
     pub(crate) log: FaultLog,

@@ -1,5 +1,5 @@
-//! Host functions of plugins: answered by the models and services of a run, each result recorded with its item; or answered from such a
-//! recording.
+//! Host functions of plugins: computed by the models and services of a run, which record each result with its item; or replayed from
+//! recorded results.
 
 use crate::environment::calls::{CallError, within};
 use crate::retrieval::local_models;
@@ -18,7 +18,7 @@ use std::time::Duration;
 
 type CallResult = Result<HostResponse, HostCallError>;
 
-/// Host functions of a run. Models are opened at the first call: most plugins use none.
+/// Host functions of a run. Models are opened at the first call, since most plugins use none.
 #[derive(Default)]
 pub struct RunHostFunctions {
     config: Option<Box<Config>>,
@@ -51,30 +51,30 @@ struct Item {
     query: String,
     context: Context,
     rewrite: String,
-    /// Of each call to a service.
+    /// Time limit of each call to a service; `None`: no limit.
     deadline: Option<Duration>,
     calls: Vec<HostCall>,
-    /// Of all calls, texts and results.
+    /// Size in bytes of the texts and results of all calls so far.
     n_bytes: usize,
 }
 
 impl RunHostFunctions {
-    /// The functions of a configuration. Judge and encoder are not configured until [`connect`](Self::connect).
+    /// Host functions for a configuration. Judge and encoder cannot be called before [`connect`](Self::connect).
     pub(crate) fn new(config: &Config, style: Option<Arc<SharedStyleModel>>) -> Self {
         Self { style, ..Self::of_filters(Some(config.clone())) }
     }
 
-    /// The functions for filters, which call word segmentation only: that of a run's configuration, or the default one.
+    /// Host functions for filters, which only call word segmentation: with the dictionary of a configuration, or the default one.
     pub fn of_filters(config: Option<Config>) -> Self {
         Self { config: config.map(Box::new), ..Self::default() }
     }
 
-    /// Gives judge and encoder the clients of a run. Calls wait on `runtime`, which must not be the caller's own.
+    /// Connects judge and encoder with the service clients of a run. Calls block on `runtime`, so they must not come from its own tasks.
     pub(crate) fn connect(&self, outside: ServiceContext, runtime: tokio::runtime::Handle) {
         let _ = self.services.set((outside, runtime));
     }
 
-    /// Records the calls for these episodes, and for their groups, from here on. A call to a service that exceeds the deadline fails.
+    /// Starts recording the calls for `episodes` and their groups. A call to a service that exceeds `deadline` fails.
     pub(crate) fn begin(&self, episodes: &[Episode], deadline: Option<Duration>) {
         let item = |episode: &Episode| Item {
             query: episode.query.clone(),
@@ -267,7 +267,7 @@ impl HostFunctions for RunHostFunctions {
     }
 }
 
-/// Host functions that return the recorded results of a run; what was not recorded fails.
+/// Host functions that return the recorded results of a run; a call that was not recorded fails.
 #[derive(Debug, Default)]
 pub struct RecordedCalls(HashMap<String, Vec<HostCall>>);
 
@@ -279,12 +279,12 @@ impl RecordedCalls {
         }
     }
 
-    /// True if there is a result of a style model.
+    /// Whether a result of a style model was recorded.
     pub fn has_style(&self) -> bool {
         self.0.values().flatten().any(|call| matches!(call.request, HostRequest::ClassifyStyle(_)))
     }
 
-    /// Adds the calls that were recorded for an episode, which may be those of its group.
+    /// Adds the calls that were recorded for an episode, which may include calls for its group.
     pub fn add_episode(&mut self, episode: &Episode, calls: Vec<HostCall>) {
         if episode.group_id != episode.id {
             self.add(&episode.group_id, calls.clone());

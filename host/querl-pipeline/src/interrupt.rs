@@ -38,13 +38,13 @@ static N_AT_SAFE_POINTS: AtomicUsize = AtomicUsize::new(0);
 static RELOADS: AtomicBool = AtomicBool::new(false);
 static RELOAD: AtomicBool = AtomicBool::new(false);
 
-/// From now on SIGHUP asks for a reload, where it would have ended the process. Returns the flag that it sets.
+/// Makes SIGHUP request a reload instead of ending the process. Returns the flag that SIGHUP then sets.
 pub fn reload_on_hangup() -> &'static AtomicBool {
     RELOADS.store(true, Ordering::SeqCst);
     &RELOAD
 }
 
-/// For the handler of SIGHUP: whether this is a request to reload, which is noted. Safe in a signal handler.
+/// For the handler of SIGHUP: returns whether SIGHUP requests a reload, and if so sets the reload flag. Async-signal-safe.
 pub fn note_reload() -> bool {
     let reloads = RELOADS.load(Ordering::SeqCst);
     RELOAD.fetch_or(reloads, Ordering::SeqCst);
@@ -54,17 +54,17 @@ pub fn note_reload() -> bool {
 /// How a signal ends the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InterruptKind {
-    /// At the next safe point of the work.
+    /// The process ends at the next safe point of the work.
     AtSafePoint,
-    /// At once.
+    /// The process ends at once.
     AtOnce,
 }
 
-/// While it exists, the first signal ends the process at a safe point, not at once.
+/// Guard: while a value exists, the first signal ends the process at a safe point, not at once.
 #[derive(Debug)]
 pub struct AtSafePoints(());
 
-/// For work that reads [`flag`] and would lose something where the process ended at once.
+/// Creates the guard [`AtSafePoints`], for work that reads [`flag`] and would lose results if the process ended at once.
 #[must_use]
 pub fn at_safe_points() -> AtSafePoints {
     N_AT_SAFE_POINTS.fetch_add(1, Ordering::SeqCst);
@@ -77,10 +77,10 @@ impl Drop for AtSafePoints {
     }
 }
 
-/// Installs the signal handler. `report` tells the user of a signal; where it blocks, the process ends all the same.
+/// Installs the signal handler. `report` prints a message about the signal; if it blocks, the process ends nevertheless.
 ///
 /// # Errors
-/// The system refuses the handler.
+/// The operating system does not accept the handler.
 pub fn install(report: fn(InterruptKind)) -> anyhow::Result<()> {
     let handler = move || {
         let can_wait = N_AT_SAFE_POINTS.load(Ordering::SeqCst) > 0;
@@ -127,7 +127,7 @@ fn exit(code: i32) -> ! {
     std::process::exit(code)
 }
 
-/// True after the first signal while something had to be saved. Long loops read it between units of work.
+/// Stop flag, set by the first signal while an [`AtSafePoints`] guard exists. Long loops read it between units of work.
 pub fn flag() -> &'static AtomicBool {
     &STOP
 }
@@ -143,18 +143,18 @@ pub fn check() -> Result<(), Stop> {
     }
 }
 
-/// Runs `work` to its end; the error of an interrupt follows afterwards.
+/// Runs `work` to its end even if a signal arrives, and returns the error of the interrupt afterwards.
 ///
 /// # Errors
-/// Those of `work`, or a signal has arrived.
+/// Errors of `work`, or a signal has arrived.
 pub fn uninterrupted(work: &mut dyn FnMut() -> anyhow::Result<()>) -> anyhow::Result<()> {
     let _at_safe_points = at_safe_points();
     work()?;
     Ok(check()?)
 }
 
-/// Waits for `work`, which reads the flag itself ([`Progress::is_stopped`]) and starts nothing more: calls in flight are paid for, and
-/// their responses are kept. An error of `work` comes before the interrupt.
+/// Waits for `work`, which reads the stop flag itself ([`Progress::is_stopped`]) and then starts no further calls; calls in flight finish,
+/// and their responses are kept, since they are paid for. An error of `work` takes precedence over the interrupt.
 ///
 /// [`Progress::is_stopped`]: querl_core::ports::Progress::is_stopped
 pub(crate) fn finish<T, E: Into<anyhow::Error>>(

@@ -13,7 +13,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// The file, opened to append lines of one stage.
+/// The metrics log, opened to append the lines of one stage.
 pub struct MetricsLog {
     path: PathBuf,
     stage: String,
@@ -21,12 +21,12 @@ pub struct MetricsLog {
     n_lines: u64,
     events: EventFile,
     extra: Option<Box<dyn Fn() -> BTreeMap<String, f64> + Send>>,
-    /// Held from the beginning of a training on.
+    /// Interrupt guard, held from the beginning of a training on.
     at_safe_points: Option<AtSafePoints>,
 }
 
 impl MetricsLog {
-    /// Opens the log at `path`, which may have lines of other stages and of this one.
+    /// Opens the metrics log at `path`, which may already have lines of this and of other stages.
     ///
     /// # Errors
     /// The file cannot be opened or written.
@@ -48,7 +48,7 @@ impl MetricsLog {
         })
     }
 
-    /// Adds the metrics of `extra` to each line that training records.
+    /// Adds the metrics that `extra` returns to each line that training records.
     #[must_use]
     pub fn with(self, extra: impl Fn() -> BTreeMap<String, f64> + Send + 'static) -> Self {
         Self { extra: Some(Box::new(extra)), ..self }
@@ -113,7 +113,7 @@ fn sync(file: &File) -> io::Result<()> {
     if file.metadata()?.is_file() { file.sync_data() } else { Ok(()) }
 }
 
-/// Empty for a missing file, a pipe or a device. A last line that was cut within a character is no line of metrics.
+/// Reads the text of a metrics log; empty for a missing file, a pipe or a device. A last line that was cut within a character is left out.
 pub(crate) fn read(path: &Path) -> io::Result<String> {
     match std::fs::metadata(path) {
         Ok(meta) if meta.is_file() => Ok(String::from_utf8_lossy(&std::fs::read(path)?).into_owned()),
@@ -143,7 +143,7 @@ fn of_stage<'a>(text: &'a str, stage: &'a str) -> impl Iterator<Item = &'a str> 
     text.lines().filter(move |line| stage_of(line).is_some_and(|of_line| of_line == stage))
 }
 
-/// The lines of one stage; empty for a missing file.
+/// The lines of one stage in a metrics log; empty for a missing file.
 pub(crate) fn lines_of(path: &Path, stage: &str) -> io::Result<String> {
     Ok(of_stage(&read(path)?, stage).flat_map(|line| [line, "\n"]).collect())
 }
@@ -151,13 +151,13 @@ pub(crate) fn lines_of(path: &Path, stage: &str) -> io::Result<String> {
 /// The lines of one stage.
 #[derive(Debug, Default)]
 pub(crate) struct StageLines {
-    /// As they are in the file.
+    /// Text of the lines, as in the file.
     pub(crate) text: String,
-    /// The same, parsed.
+    /// The lines, parsed as JSON.
     pub(crate) rows: Vec<Value>,
 }
 
-/// The lines of every stage, parsed once; empty for a missing file.
+/// Reads the lines of every stage, by stage name; empty for a missing file.
 pub(crate) fn by_stage(path: &Path) -> io::Result<BTreeMap<String, StageLines>> {
     let mut stages: BTreeMap<String, StageLines> = BTreeMap::new();
     for line in read(path)?.lines() {
@@ -171,12 +171,12 @@ pub(crate) fn by_stage(path: &Path) -> io::Result<BTreeMap<String, StageLines>> 
     Ok(stages)
 }
 
-/// Removes the lines of one stage; a missing file is fine.
+/// Removes the lines of one stage from a metrics log; does nothing for a missing file.
 pub(crate) fn remove_lines(path: &Path, stage: &str) -> io::Result<()> {
     replace_lines(path, stage, "")
 }
 
-/// Replaces the lines of one stage by `lines`, which go before those of later stages.
+/// Replaces the lines of one stage by `lines`, which are written before the lines of later stages.
 pub(crate) fn replace_lines(path: &Path, stage: &str, lines: &str) -> io::Result<()> {
     let text = read(path)?;
     let is_other = |line: &&str| stage_of(line).is_some_and(|of_line| of_line != stage);

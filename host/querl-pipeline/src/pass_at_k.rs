@@ -1,4 +1,4 @@
-//! Samples of trained models for pass@k: whether a gold passage would be found if a query were rewritten several times.
+//! Samples of trained models for pass@k: the probability that at least one of k sampled rewrites of a query retrieves a gold passage.
 
 use crate::environment::Scorer;
 use crate::interrupt;
@@ -9,8 +9,8 @@ use querl_train::job::GeneratedResponse;
 
 const N_ROWS_AT_ONCE: usize = 16;
 
-/// Samples responses of a model to `rows` and adds their counts to `records`, the model's answers to the same rows in order. Queries without
-/// gold passages are sampled for no count and left out. Returns the number of samples whose retrieval failed; they are not counted.
+/// Samples responses of a model to `rows` and adds the pass@k counts to `records`, the evaluation records of the same rows in the same
+/// order. Queries without gold passages are left out. Returns the number of samples whose retrieval failed, which are not counted.
 ///
 /// # Errors
 /// Generation, the prompt plugin or every retrieval fails.

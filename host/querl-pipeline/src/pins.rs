@@ -1,4 +1,4 @@
-//! `querl.lock`: the plugins that a run, or a project's bundles, were pinned to, and what happens when they change.
+//! `querl.lock`: the pinned plugins of a run or of a configuration, and the handling of changed plugins.
 //!
 //! A run folder pins every plugin, since its results depend on them. The file next to the configuration pins only bundles: they are
 //! released and must not change unnoticed, while authors change source folders and bare components all the time.
@@ -16,24 +16,24 @@ use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
 use std::path::{Path, PathBuf};
 
-/// What to do if a plugin differs from its pin.
+/// Handling of a plugin that differs from its pin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnPluginChange {
     /// Stop before anything is built or written.
     Refuse,
-    /// As `Refuse`, and also where the lock file next to the configuration is missing or would change.
+    /// As `Refuse`; also stop if the lock file next to the configuration is missing or would change.
     RefuseUnlocked,
-    /// Continue, and record the change.
+    /// Continue, and record the change in the lock files.
     Accept,
 }
 
-/// The pins of a run folder and of a configuration.
+/// The lock files of a run folder and of a configuration.
 pub struct Pins<'a> {
     /// The run folder.
     pub dir: &'a RunDir,
-    /// The configuration.
+    /// Path of the configuration.
     pub config: &'a Path,
-    /// What happens where a plugin differs.
+    /// Handling of a plugin that differs from its pin.
     pub on_change: OnPluginChange,
 }
 
@@ -41,7 +41,7 @@ impl Pins<'_> {
     /// Compares plugins that were read with the lock files, before any of them is built or opened.
     ///
     /// # Errors
-    /// One differs, or is a folder that would have to be built to be compared; a lock file is missing or unusable.
+    /// A plugin differs, or is a folder that must be built before it can be compared; a lock file is missing or unusable.
     pub(crate) fn check(&self, found: &[FoundPlugin<'_>]) -> anyhow::Result<()> {
         if self.on_change == OnPluginChange::Accept {
             return Ok(());
@@ -159,9 +159,9 @@ impl FoundPlugin<'_> {
         self.file.as_ref().is_none_or(|file| file.bundle().is_some())
     }
 
-    /// Its entry in a lock file. Only a component knows its id and version, and it is not asked: without a manifest they are those of
-    /// the same component in `lock`. `None` where there is none, and for a folder that has to be built. A bundle that has not been
-    /// fetched is known by the digest in its reference.
+    /// The plugin's entry in a lock file. The component is not loaded for its id and version: without a manifest, these are taken from the
+    /// same component in `lock`. `None` if `lock` does not have it, and for a folder that must be built first. A bundle that has not been
+    /// fetched is identified by the digest in its reference.
     fn entry(&self, lock: &LockFile) -> Option<LockEntry> {
         let Some(file) = &self.file else {
             return lock.entries.iter().find(|entry| entry.role == self.role && entry.path == self.path).cloned();
@@ -209,10 +209,10 @@ impl FoundPlugin<'_> {
     }
 }
 
-/// A lock file; `None` where there is none.
+/// Reads a lock file; `None` if it does not exist.
 ///
 /// # Errors
-/// It is there and cannot be used.
+/// The lock file exists and cannot be used.
 pub fn read(path: &Path) -> anyhow::Result<Option<LockFile>> {
     if !path.exists() {
         return Ok(None);

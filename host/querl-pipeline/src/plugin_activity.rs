@@ -1,4 +1,4 @@
-//! What plugins do while rollouts are scored: time and fuel of their calls, and the results of rewards.
+//! Activity of plugins while rollouts are scored: time and fuel of calls, and the results of rewards.
 
 use crate::environment::{Outcome, WeightedReward};
 use querl_core::ports::{PluginActivity, RewardResults};
@@ -6,7 +6,7 @@ use querl_plugin::{CallReport, Observer};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Time and fuel of all calls of a host since they were last taken.
+/// Meter of time and fuel of all calls of a plugin host since the last reading.
 #[derive(Debug, Default)]
 pub(crate) struct CallMeter(Mutex<BTreeMap<String, PluginActivity>>);
 
@@ -33,7 +33,7 @@ impl CallMeter {
     }
 }
 
-/// The results of each reward on a batch of episodes, by label.
+/// Results of each reward plugin on a batch of episodes, by the plugin's label.
 pub(crate) fn results<'a>(
     rewards: &'a [WeightedReward],
     by_reward: &'a [Vec<Outcome>],

@@ -1,4 +1,4 @@
-//! The configured plugins, loaded, and how this program sets up a plugin host.
+//! The loaded plugins of a configuration, and the options of this program's plugin hosts.
 
 use crate::environment::WeightedReward;
 use crate::failure::Stop;
@@ -28,16 +28,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use toml::Value;
 
-/// Every plugin of a run.
+/// All loaded plugins of a run.
 pub struct Plugins {
-    /// The tenant's prompts.
+    /// The prompt plugin.
     pub prompts: Arc<dyn Prompts>,
-    /// In the order in which they are applied.
+    /// The filters, in the order in which they are applied.
     pub filters: Vec<Arc<dyn Filter>>,
-    /// Whether a filter calls word segmentation, so that its dictionary is an input.
+    /// Whether a filter calls word segmentation, whose dictionary is then an input of the stage.
     pub(crate) filters_use_words: bool,
     pub(crate) rewards: Vec<WeightedReward>,
-    /// Rewards that call the judge through a host function.
+    /// Number of rewards that call the judge through a host function.
     pub(crate) n_rewards_ask_judge: usize,
     /// The style model of `plugins.style_model`.
     pub style: Option<Arc<SharedStyleModel>>,
@@ -48,14 +48,14 @@ pub struct Plugins {
     used: Vec<Used>,
 }
 
-/// What identifies a plugin in the inputs of a stage and in the lock file.
+/// A plugin in use, as identified in the inputs of a stage and in the lock file.
 #[derive(Debug, Clone)]
 pub struct Used {
     /// Entry in the lock file.
     pub entry: LockEntry,
-    /// Weight in the sum of rewards.
+    /// Weight in the sum of rewards; `None` for a plugin that is not a reward.
     pub weight: Option<f64>,
-    /// Prefix of the components of a reward, with several rewards.
+    /// Name prefix of the components of a reward, if there are several rewards.
     pub label: Option<String>,
     settings: String,
 }
@@ -68,16 +68,16 @@ impl Used {
     }
 }
 
-/// What plugins are opened for.
+/// Purpose for which plugins are opened, which decides on building and pins.
 #[derive(Clone, Copy)]
 pub enum PluginUse<'a> {
-    /// A run: folders are built where their source is newer, once the pins have been compared.
+    /// A run: after the comparison with the pins, source folders are built if the source is newer than the component.
     Run(&'a Pins<'a>),
-    /// A look at a configuration: nothing is built.
+    /// Inspection of a configuration: no pins are compared, and no source folder is built.
     Look,
-    /// Scoring for other engines, with the pinned plugins: nothing is built.
+    /// Scoring for other engines, with the pinned plugins: no source folder is built.
     Scoring(&'a Pins<'a>),
-    /// A dry run, whose pins [`unprepared`] has compared: nothing is built, fetched or written.
+    /// A dry run, for which [`unprepared`] has compared the pins: nothing is built, fetched or written.
     DryRun,
 }
 
@@ -85,7 +85,7 @@ pub enum PluginUse<'a> {
 pub(crate) struct FoundPlugin<'a> {
     pub(crate) role: &'static str,
     pub(crate) path: &'a Path,
-    /// `None` in a dry run, for a registry reference that has not been fetched.
+    /// The plugin's file or folder; `None` in a dry run for a registry reference that has not been fetched.
     pub(crate) file: Option<PluginFile>,
 }
 
@@ -93,8 +93,8 @@ impl Plugins {
     /// Reads all plugins and checks their signatures, compares them with the pins of a run, then builds and loads them.
     ///
     /// # Errors
-    /// One is not signed or not the pinned one, cannot be built, loaded or configured; a setting holds a secret; a trusted key is
-    /// invalid.
+    /// A plugin is not signed or not the pinned one, or cannot be built, loaded or configured; a setting contains a secret; a trusted key
+    /// is invalid.
     pub fn open(config: &Config, used_for: PluginUse<'_>) -> anyhow::Result<Self> {
         check_secrets(config)?;
         let (whole_config, judge, config) = (config, &config.judge, &config.plugins);
@@ -180,7 +180,7 @@ impl Plugins {
         Ok(plugins)
     }
 
-    /// Checks that the style models can be opened.
+    /// Checks that the configured style models can be loaded.
     pub(crate) fn check_style(&self) -> anyhow::Result<()> {
         [&self.style, &self.audit].into_iter().flatten().try_for_each(|model| model.check())
     }
@@ -202,7 +202,7 @@ impl Plugins {
         &self.used
     }
 
-    /// The plugins of a role, with their order, settings and weights.
+    /// Adds the plugins of a role, with their order, settings and weights, to the inputs of a stage.
     pub(crate) fn add_inputs(&self, inputs: &mut Inputs, role: &str) {
         for (index, used) in self.used.iter().filter(|used| used.entry.role == role).enumerate() {
             let name = format!("{role} plugin {} ({})", index + 1, used.entry.id);
@@ -212,11 +212,11 @@ impl Plugins {
     }
 }
 
-/// The configured prompt plugin alone, for a command that is no part of a run: it is not compared with the pins of one. A folder is built where its
-/// source is newer.
+/// Opens only the configured prompt plugin, for a command outside of a run: the plugin is not compared with pins. A source folder is built
+/// if the source is newer than the component.
 ///
 /// # Errors
-/// It is not signed by a trusted key, cannot be built, loaded or configured, or a setting holds a secret.
+/// The plugin is not signed by a trusted key, or cannot be built, loaded or configured, or a setting contains a secret.
 pub(crate) fn open_prompts(config: &Config) -> anyhow::Result<Arc<dyn Prompts>> {
     check_secrets(config)?;
     let plugins = &config.plugins;
@@ -225,7 +225,7 @@ pub(crate) fn open_prompts(config: &Config) -> anyhow::Result<Arc<dyn Prompts>> 
     Ok(Arc::from(host.open(&plugin, &plugins.prompt.settings, PluginPort::prompts())?))
 }
 
-/// Plugin hosts by their limits and trusted keys: each has a thread of its own, and many tenants have the same.
+/// Plugin hosts by limits and trusted keys, shared by tenants with the same values, since each host has a thread of its own.
 #[derive(Default)]
 pub(crate) struct PluginHosts(Mutex<BTreeMap<String, Arc<PluginHost>>>);
 
@@ -241,10 +241,11 @@ impl PluginHosts {
         Ok(host)
     }
 
-    /// The prompt plugin of a finished run, and its digest. It must be the one that the run recorded; a source folder is not built.
+    /// Opens the prompt plugin of a finished run, and returns it with its digest. The plugin must be the one that the run recorded; a
+    /// source folder is not built.
     ///
     /// # Errors
-    /// It cannot be loaded or configured, is another one, or a setting holds a secret.
+    /// The plugin cannot be loaded or configured, or is not the recorded one, or a setting contains a secret.
     pub(crate) fn open_pinned_prompts(
         &self,
         config: &Config,
@@ -255,7 +256,8 @@ impl PluginHosts {
         Ok((prompts, plugin.digest().to_owned()))
     }
 
-    /// The file of the same plugin: the bundle, or the component, also where it was built from a folder. And its entry in a lock file.
+    /// File and lock file entry of the prompt plugin of a finished run. The file is the bundle or the component, which may have been built
+    /// from a source folder.
     ///
     /// # Errors
     /// Those of [`Self::open_pinned_prompts`].
@@ -265,7 +267,7 @@ impl PluginHosts {
         file_and_entry("prompt", path, &plugin)
     }
 
-    /// As [`Self::pinned_prompts`], of every plugin in the order of the configuration: prompt, filters, rewards.
+    /// As [`Self::pinned_prompts`], for every plugin in the order of the configuration: prompt, filters, rewards.
     ///
     /// # Errors
     /// Those of [`Self::open_pinned_prompts`].
@@ -368,8 +370,8 @@ fn find<'a>(
     configured(config).map(|(role, path)| Ok(FoundPlugin { role, path, file: read(path)? })).collect()
 }
 
-/// Compares the plugins with the pins as a run does, and returns those that the run has to build or fetch before it can load them, each
-/// once. Nothing is built, fetched or written.
+/// Compares the plugins with the pins as a run does, and returns the plugins that the run must build or fetch before it can load them,
+/// without duplicates. Nothing is built, fetched or written.
 pub(crate) fn unprepared(config: &PluginsConfig, pins: &Pins<'_>) -> anyhow::Result<Vec<PathBuf>> {
     let host = open_host_for_dry_run(config)?;
     let is_fetched = |path: &Path| {
@@ -407,8 +409,10 @@ fn read(path: &Path, host: &PluginHost) -> anyhow::Result<PluginFile> {
         Some(file) => file,
         None => {
             let credentials = Credentials::find(reference.location())?;
-            let runtime =
-                tokio::runtime::Builder::new_current_thread().enable_all().build().context("no async runtime")?;
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .context("cannot start the async runtime (tokio)")?;
             runtime.block_on(reference.fetch(&cache, &credentials, Transport::Secure))?
         }
     };
@@ -511,10 +515,10 @@ pub(crate) fn lock_source(source: Source) -> LockSource {
     }
 }
 
-/// Hidden command with which the program compiles a plugin in a child process.
+/// Name of the hidden command with which the program compiles a plugin in a child process.
 pub const COMPILE_COMMAND: &str = "__compile-plugin";
 
-/// A host under `limits` that accepts only bundles signed by one of `keys`, where there are any.
+/// Opens a plugin host with `limits` that, if `keys` is not empty, accepts only bundles signed by one of `keys`.
 ///
 /// # Errors
 /// A key is invalid, or this machine cannot run WebAssembly.
@@ -529,10 +533,10 @@ fn open_host_for_dry_run(config: &PluginsConfig) -> anyhow::Result<PluginHost> {
     Ok(PluginHost::new(HostOptions { trusted_keys, source_folders, cache_access: CacheAccess::Read, ..options })?)
 }
 
-/// Options of every plugin host of this program: `limits`, compilation in a child process.
+/// Options of every plugin host of this program: the given limits, and compilation in a child process.
 ///
 /// # Errors
-/// The program cannot find itself.
+/// The path of the running program cannot be determined.
 pub fn host_options(limits: &PluginLimits) -> anyhow::Result<HostOptions> {
     let limits = limits.clone();
     Ok(HostOptions { limits, compiler: compiler()?, ..HostOptions::default() })
@@ -540,16 +544,16 @@ pub fn host_options(limits: &PluginLimits) -> anyhow::Result<HostOptions> {
 
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
-/// Names the `querl` program, for a process that is another one. The first call counts.
+/// Sets the path of the `querl` program, for a process that is another program, such as Python. Only the first call has an effect.
 pub fn set_program(path: PathBuf) {
     // A second import of a module sets the same.
     let _ = PROGRAM.set(path);
 }
 
-/// The program `querl`, this one if no other was set, as [`COMPILE_COMMAND`].
+/// The compiler of plugins: the program set by [`set_program`], or else this one, run with [`COMPILE_COMMAND`].
 ///
 /// # Errors
-/// The program cannot find itself.
+/// The path of the running program cannot be determined.
 pub fn compiler() -> anyhow::Result<Compiler> {
     let own = || {
         std::env::current_exe().context("this program's own file cannot be found, so that it cannot compile plugins")

@@ -1,24 +1,24 @@
-//! In what runs differ other than their seeds: runs that do are pooled on request alone.
+//! Differences between runs other than their seeds. Runs with such differences are pooled only on request.
 //!
 //! The ledger has everything that the results of a stage depend on: settings by their key, files, models and plugins by their digest. Of
-//! what earlier stages left, the dataset counts, which a teacher may write differently from the same settings; rewrites, hits and
-//! checkpoints follow from the rest and the seed.
+//! the outputs of earlier stages only the dataset is compared, since a teacher may rewrite differently with the same settings; rewrites,
+//! hits and checkpoints depend on the other inputs and the seed.
 
 use crate::ledger::{Entry, Ledger, StageName};
 use querl_bundle::lock::LockFile;
 use querl_core::run_dir::RunDir;
 use querl_eval::cut;
 
-/// Which runs are pooled.
+/// Which runs may be pooled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pooling {
-    /// Runs that differ in their seed alone.
+    /// Only runs that differ in nothing but their seed.
     Seeds,
-    /// All that were evaluated on the same queries.
+    /// All runs that were evaluated on the same queries.
     Any,
 }
 
-/// Something that two runs depend on and that is not the same.
+/// An input, or a finished stage, in which two runs differ, with both values.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct RunDifference {
     name: String,
@@ -41,7 +41,7 @@ const MAX_NAMES: usize = 12;
 /// Inputs that no figure depends on, or that make the runs samples of one experiment.
 const NOT_COMPARED: [&str; 2] = ["seed", "data.export"];
 
-/// The differences of two runs, by name. A stage that only one of them has is one difference.
+/// Differences of two runs, sorted by name. A stage that only one run has finished is one difference.
 ///
 /// # Errors
 /// A ledger cannot be read.
@@ -70,7 +70,7 @@ pub(crate) fn differences(one: &RunDir, other: &RunDir) -> anyhow::Result<Vec<Ru
     Ok(found)
 }
 
-/// The differences as a part of a sentence.
+/// Lists the differences as a part of a sentence.
 pub(crate) fn listed(differences: &[RunDifference]) -> String {
     let shown: Vec<String> = differences.iter().take(MAX_NAMES).map(ToString::to_string).collect();
     match differences.len().saturating_sub(MAX_NAMES) {
@@ -79,7 +79,8 @@ pub(crate) fn listed(differences: &[RunDifference]) -> String {
     }
 }
 
-/// Of what a stage left, only the dataset: checkpoints differ by the seed, and the rows of the data stages hold times and costs.
+/// Whether an input is compared. Of the outputs of stages only the dataset is: checkpoints differ by the seed, and rows of data stages have
+/// times and costs.
 fn is_compared(name: &str) -> bool {
     let left_by = StageName::ALL.into_iter().find(|stage| name.ends_with(&format!(" of {stage}")));
     !NOT_COMPARED.contains(&name) && left_by.is_none_or(|stage| stage == StageName::Convert)

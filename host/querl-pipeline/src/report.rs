@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Names of the services behind the metrics.
+/// Names of the services that an evaluation used, for the report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Names {
     /// Name of the teacher.
@@ -32,7 +32,7 @@ pub struct Names {
     pub retrieval: String,
 }
 
-/// The services of an evaluated run.
+/// Reads the names of the services of an evaluated run.
 ///
 /// # Errors
 /// The run was not evaluated.
@@ -54,12 +54,12 @@ pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
     }
 }
 
-/// The figures and their table.
+/// Figures of an evaluation, and their table.
 #[derive(Debug)]
 pub struct Reported {
-    /// The figures in `eval.json`.
+    /// The figures, as in `eval.json`.
     pub evaluation: Evaluation,
-    /// For a terminal; ends with a line break.
+    /// The table as text for a terminal; ends with a line break.
     pub table: String,
 }
 
@@ -104,20 +104,20 @@ pub(crate) fn evaluation_options(config: &Config) -> EvalOptions {
     EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap, lookups }
 }
 
-/// The figures of several runs and their table.
+/// Pooled figures of several runs, and their table.
 #[derive(Debug)]
 pub struct Pooled {
     /// Figures over all runs, and of each run.
     pub evaluation: SeedsEvaluation,
-    /// For a terminal; ends with a line break.
+    /// The table as text for a terminal; ends with a line break.
     pub table: String,
 }
 
-/// Pools evaluated runs: each query's value is averaged over the runs. Those that differ in more than their seed are refused, or named in a
-/// note under the table where `pooling` is [`Pooling::Any`].
+/// Pools evaluated runs: each query's value is averaged over the runs. Runs that differ in more than their seed are refused, or, with
+/// [`Pooling::Any`], named in a note under the table.
 ///
 /// # Errors
-/// As [`write`], the runs have other test queries, or they differ.
+/// As [`write`]; or the runs have different test queries, or are refused because they differ.
 pub fn pooled(dirs: &[RunDir], pooling: Pooling) -> anyhow::Result<Pooled> {
     let records: Vec<Vec<EvalRecord>> =
         dirs.iter().map(|dir| rows_of(&dir.eval_records())).collect::<anyhow::Result<Vec<_>>>()?;
@@ -264,7 +264,7 @@ fn untrained(ledger: &Ledger) -> Option<String> {
     is_start.then(|| "rl is the SFT model: no later step had a better validation reward than step 0".to_owned())
 }
 
-/// A note where scores of hits are shares of the query's words.
+/// A note that the win rate is left out, if scores of hits are shares of the query's words; `None` otherwise.
 pub(crate) fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
     let counts_words = retrieval.kind == RetrievalKind::Embedded
         && retrieval.lexicon.is_none()

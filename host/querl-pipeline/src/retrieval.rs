@@ -1,4 +1,4 @@
-//! Opening retrieval with the models that it uses in this process, and whether its reranker helps.
+//! Local models of retrieval (embedding model and cross-encoder), and the measured effect of the reranker.
 
 use crate::failure::Stop;
 use querl_core::config::{EmbeddingKind, RerankKind, RetrievalConfig};
@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Opened models by folder, shared by several configurations.
+/// Loaded embedding models and cross-encoders by folder, shared by several configurations.
 #[derive(Default)]
 pub struct ModelShelf {
     embedders: HashMap<ModelKey, Arc<dyn Embedder>>,
@@ -21,10 +21,10 @@ pub struct ModelShelf {
 type ModelKey = (PathBuf, Option<usize>);
 
 impl ModelShelf {
-    /// The models that a configuration names with kind `local`.
+    /// Loads, or takes from the shelf, the local embedding model and cross-encoder of a retrieval configuration.
     ///
     /// # Errors
-    /// A directory is not that of such a model.
+    /// A folder is not that of an embedding model or cross-encoder.
     pub fn models(&mut self, config: &RetrievalConfig) -> anyhow::Result<LocalModels> {
         let mut models = LocalModels::default();
         let (embedding, rerank) = (&config.embedding, &config.rerank);
@@ -44,10 +44,10 @@ impl ModelShelf {
     }
 }
 
-/// The embedding model of a folder.
+/// Loads the embedding model in a folder.
 ///
 /// # Errors
-/// The folder is not that of such a model.
+/// The folder is not that of an embedding model.
 pub(crate) fn embedding_model(path: &Path) -> anyhow::Result<Arc<dyn Embedder>> {
     let model = EmbeddingModel::open(path, None).map_err(Stop::usage)?;
     Ok(Arc::new(model))
@@ -67,8 +67,8 @@ const MIN_RERANKED_ROWS: usize = 30;
 const MAX_RERANK_LOSS: f64 = 0.02;
 
 impl RerankEffect {
-    /// Adds the hits of a row, best first. Rows without gold ids, and hits without an id or a first-stage score, say nothing. Passages that
-    /// the reranker dropped are unknown, which is in its favour.
+    /// Adds the hits of a row, best first. Rows without gold ids, and rows whose hits lack an id or a first-stage score, are ignored.
+    /// Passages that the reranker dropped are not known, which favours the reranker.
     pub fn add(&mut self, gold_ids: &[String], hits: &[Hit]) {
         let scores: Option<Vec<f64>> = hits.iter().map(|hit| hit.retrieval_score).collect();
         let (Some(scores), Some(reranked)) = (scores, hits.first()) else { return };
@@ -82,7 +82,7 @@ impl RerankEffect {
         self.n_reranked += usize::from(gold_ids.contains(&reranked.id));
     }
 
-    /// Both figures in a sentence; `None` for fewer than 30 rows.
+    /// A sentence with gold@1 before and after reranking; `None` for fewer than 30 rows.
     pub fn sentence(&self) -> Option<String> {
         let percent = |n: usize| 100.0 * n as f64 / self.n_rows as f64;
         (self.n_rows >= MIN_RERANKED_ROWS).then(|| {
@@ -95,7 +95,7 @@ impl RerankEffect {
         })
     }
 
-    /// The sentence and what to do, where reranking lowers gold@1 by more than 2 points.
+    /// A warning with [`Self::sentence`] and a remedy, if reranking lowers gold@1 by more than 2 points; `None` otherwise.
     pub fn warning(&self) -> Option<String> {
         const REMEDY: &str = "with the embedded index complete retrieval.lexicon, or leave it out, so that the order of the first stage \
                               holds; otherwise choose another retrieval.rerank, or leave it out";
@@ -105,7 +105,7 @@ impl RerankEffect {
     }
 }
 
-/// The models of one configuration alone.
+/// Loads the local embedding model and cross-encoder of one retrieval configuration.
 ///
 /// # Errors
 /// As [`ModelShelf::models`].

@@ -21,34 +21,34 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
-/// A run. Holds the lock of its directory until dropped, unless it is only inspected.
+/// An open run. It holds the lock of its directory until dropped, unless it was opened to inspect or to score.
 pub struct Run {
-    /// Resolved and checked.
+    /// The configuration, resolved and checked.
     pub config: Config,
     /// The run directory.
     pub dir: RunDir,
     /// The configured plugins, loaded.
     pub plugins: Plugins,
-    /// Runs training and generation; the CPU if no stage of this command needs a GPU.
+    /// Executor of training and generation jobs; on the CPU if no stage of this command needs a GPU.
     pub(crate) executor: Executor,
-    /// Runtime of external calls.
+    /// Async runtime of external calls.
     pub runtime: tokio::runtime::Runtime,
     /// Clients of external services.
     pub outside: ServiceContext,
     /// Shows messages and progress.
     pub reporter: Arc<dyn Reporter>,
-    /// Step of `rl` after which it stops with its state saved, as after an interrupt; later runs resume.
+    /// Step after which `rl` saves its state and stops, as after an interrupt, so that a later run resumes; `None`: `rl` takes all steps.
     pub(crate) stop_after: Option<u64>,
     retriever: OnceLock<Arc<dyn Retriever>>,
     _lock: Option<DirLock>,
 }
 
 impl Run {
-    /// Opens the model and the plugins that stages up to `last` use, then locks the run directory. `Stage::check` opens what single stages
-    /// need, before any stage runs. Bundles are pinned next to `config_path`.
+    /// Checks the model, opens the plugins that stages up to `last` use, and locks the run directory. Tables and services of single stages
+    /// are opened by `Stage::check`, before any stage runs. Bundles are pinned next to `config_path`.
     ///
     /// # Errors
-    /// The model's folder or a plugin is unusable, another process holds the folder, a plugin changed.
+    /// The model's folder or a plugin cannot be used, another process holds the lock of the run directory, or a plugin has changed.
     pub fn open(
         config: Config,
         config_path: &Path,
@@ -63,7 +63,10 @@ impl Run {
             _ => Executor::in_process(),
         };
         querl_model::set_threads(config.threads);
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .build()
+            .context("cannot start the async runtime (tokio)")?;
         let dir = RunDir::new(&config.output_dir);
         let pins = Pins { dir: &dir, config: config_path, on_change };
         // The first build of a plugin takes minutes, whose seconds are shown.
@@ -108,22 +111,26 @@ impl Run {
         written.with_context(|| format!("{}: cannot be written", path.display()))
     }
 
-    /// Opens a run for an estimate: takes no lock, writes nothing and needs no key. Its plugins must be built.
+    /// Opens a run for an estimate: takes no lock, writes nothing and needs no API key. Plugins must be built.
     pub(crate) fn open_to_look(config: Config, outside: ServiceContext) -> anyhow::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().context("no async runtime")?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().build().context("cannot start the async runtime (tokio)")?;
         let plugins = Plugins::open(&config, PluginUse::DryRun)?;
         Ok(Self::new(config, plugins, runtime, outside, Arc::new(Silent)))
     }
 
-    /// Opens a run to score responses of other engines: takes no lock, so that several processes can. Plugins must be built, and those that are
-    /// pinned. The spend of each process is in a file of its own; the response cache is that of the process that opened it first.
+    /// Opens a run to score responses of other engines. It takes no lock, so several processes can open the run. Plugins must be built and
+    /// be the pinned ones. Each process has its own file of spend; only the process that opens the response cache first can use it.
     pub(crate) fn open_for_scoring(
         config: Config,
         config_path: &Path,
         reporter: Arc<dyn Reporter>,
     ) -> anyhow::Result<Self> {
         querl_model::set_threads(config.threads);
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .build()
+            .context("cannot start the async runtime (tokio)")?;
         let dir = RunDir::new(&config.output_dir);
         let pins = Pins { dir: &dir, config: config_path, on_change: OnPluginChange::Refuse };
         let plugins = Plugins::open(&config, PluginUse::Scoring(&pins))?;
@@ -145,8 +152,8 @@ impl Run {
         Ok(self.retriever.get_or_init(|| opened).clone())
     }
 
-    /// As [`services`](Self::services) for a data stage: no new external calls after an interrupt. Training uses the other form, so that no
-    /// episode is lost.
+    /// As [`retriever`](Self::retriever), but starts no new external calls once `stop` is set, for data stages. Training does not use it,
+    /// so that no episode is lost.
     pub(crate) fn retriever_until(&self, stop: &'static AtomicBool) -> anyhow::Result<Arc<dyn Retriever>> {
         let config = &self.config;
         if config.retrieval.kind != RetrievalKind::Http {
@@ -181,12 +188,12 @@ impl Run {
     }
 }
 
-/// The service context of an estimate, which calls no service: the cache is only read, and keys are not.
+/// The service context of an estimate, which calls no service: the response cache is only read, and API keys are not read.
 pub(crate) fn outside_to_look(config: &Config) -> anyhow::Result<ServiceContext> {
     Ok(outside(config, &RunDir::new(&config.output_dir).calls(), CacheUse::Look)?.without_keys())
 }
 
-/// The service context of a process that scores, or plans, next to the run: its spend is in a file of its own.
+/// The service context of a process that scores or plans while the run may be in use: its spend is in a file of its own.
 pub(crate) fn outside_for_scoring(config: &Config) -> anyhow::Result<ServiceContext> {
     let outside = outside(config, &RunDir::new(&config.output_dir).scoring_calls(), CacheUse::Full)?;
     outside.spend_tracker().begin("scoring");

@@ -1,5 +1,5 @@
-//! The logs of finished stages, `metrics.jsonl` and `episodes.jsonl`, compared with the digests in the ledger: a log that was cut or removed
-//! is never shown as if it were whole.
+//! Comparison of the logs of finished stages, `metrics.jsonl` and `episodes.jsonl`, with the digests in the ledger, so that a truncated or
+//! removed log is never shown as if it were complete.
 
 use crate::failure::sentence;
 use crate::ledger::{Entry, FileDigest, Ledger, Outputs, StageName};
@@ -13,7 +13,7 @@ const METRICS: &str = "metrics.jsonl";
 
 const EPISODES: &str = "episodes.jsonl";
 
-/// A sentence for each log of a finished stage that is not as the stage wrote it.
+/// A note for each log of a finished stage that differs from what the stage wrote.
 ///
 /// # Errors
 /// The ledger or a log cannot be read.
@@ -28,12 +28,12 @@ pub fn notes(dir: &RunDir) -> anyhow::Result<Vec<String>> {
     Ok(notes)
 }
 
-/// The note in place of those that could not be made, such as with a damaged ledger.
+/// The note that logs could not be compared because of `error`, such as a damaged ledger.
 pub fn not_compared(error: &anyhow::Error) -> String {
     format!("the logs are not compared with those that the stages wrote: {}", sentence(error))
 }
 
-/// Those of [`notes`] on `episodes.jsonl`.
+/// The notes on `episodes.jsonl` only.
 ///
 /// # Errors
 /// As [`notes`].
@@ -41,7 +41,7 @@ pub fn episodes_notes(dir: &RunDir) -> anyhow::Result<Vec<String>> {
     episodes_changes(dir, &Ledger::open(&dir.stages())?)
 }
 
-/// The lines of `metrics.jsonl` of the stages that have all of theirs, and a note on each other stage and on a changed `episodes.jsonl`.
+/// The lines of `metrics.jsonl` of all stages whose lines are complete, and a note on each stage with changed lines or changed episodes.
 pub(crate) fn whole_metrics(dir: &RunDir, ledger: &Ledger) -> anyhow::Result<(Vec<Value>, Vec<String>)> {
     let mut lines = read_metrics(dir)?;
     let (mut metrics, mut notes) = (Vec::new(), Vec::new());

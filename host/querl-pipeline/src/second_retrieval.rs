@@ -1,4 +1,4 @@
-//! The second retriever of the evaluation, and the words that rewrites share with gold passages.
+//! The second retriever of the evaluation, which training did not use, and the words that rewrites share with gold passages.
 
 use crate::retrieval::embedding_model;
 use crate::run::Run;
@@ -13,8 +13,8 @@ use std::collections::{BTreeMap, HashMap};
 /// Most passages that `auto` indexes in memory: about 250 MB of postings.
 const MOST_PASSAGES: usize = 100_000;
 
-/// Adds to each answer the passages that the second retriever finds with its rewrite, and its share of new words of gold passages, as far
-/// as the knowledge base is a file.
+/// Adds to each evaluated rewrite the passages that the second retriever finds, and the share of new words from gold passages. Does nothing
+/// if the knowledge base is not a file.
 ///
 /// # Errors
 /// The knowledge base cannot be read, or the embedding model cannot be opened or fails.
@@ -29,7 +29,7 @@ pub(crate) fn add(run: &Run, records: &mut [EvalRecord], progress: &dyn Progress
     Ok(())
 }
 
-/// Opens the embedding model of a semantic second retriever.
+/// Checks that the embedding model of a semantic second retriever can be opened.
 ///
 /// # Errors
 /// The embedding model cannot be opened.

@@ -44,7 +44,7 @@ struct Scalar {
     simple_value: Option<f32>,
 }
 
-/// The event file of one stage, opened to append.
+/// The TensorBoard event file of one stage, opened to append.
 #[derive(Debug)]
 pub(crate) struct EventFile {
     file: File,
@@ -65,14 +65,14 @@ impl EventFile {
         Ok(events)
     }
 
-    /// Appends the finite figures of one step.
+    /// Appends the metrics of one step that are finite.
     pub(crate) fn append(&mut self, step: u64, metrics: &BTreeMap<String, f64>) -> io::Result<()> {
         let scalar = |(tag, value): (&String, &f64)| Scalar { tag: tag.clone(), simple_value: Some(*value as f32) };
         let value = metrics.iter().filter(|(_, value)| value.is_finite()).map(scalar).collect();
         self.write(Event { step: step as i64, summary: Some(Summary { value }), ..Event::now() })
     }
 
-    /// Truncates the file before the first damaged record and after `n` steps; an empty file gets the version record.
+    /// Truncates the file after `n` steps, or before a damaged record among these; an empty file gets the version record.
     pub(crate) fn rewind(&mut self, n: u64) -> io::Result<()> {
         let bytes = std::fs::read(&self.path)?;
         let (mut end, mut n_steps) = (0, 0);

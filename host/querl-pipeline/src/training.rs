@@ -1,4 +1,4 @@
-//! What the training and evaluation stages share: checks of the model and of row lengths, prompts, and generation with a trained model.
+//! Helpers of the training and evaluation stages: checks of the model and of row lengths, prompts, and generation with a trained model.
 
 pub(crate) mod memory;
 
@@ -23,7 +23,7 @@ pub(crate) fn folder(dir: &RunDir, stage: StageName) -> PathBuf {
     if stage == StageName::Sft { dir.sft() } else { dir.rl() }
 }
 
-/// The checkpoint of a training stage that later stages use.
+/// Folder of the best checkpoint of a training stage, which later stages use.
 pub(crate) fn best(stage_folder: &Path) -> PathBuf {
     stage_folder.join(BEST)
 }
@@ -33,7 +33,7 @@ pub(crate) fn state(stage_folder: &Path) -> PathBuf {
     stage_folder.join(STATE)
 }
 
-/// Checks that prompts and responses of a split fit the positions of the model.
+/// Checks that the prompts and responses of a split fit into the model's maximum positions.
 pub(crate) fn check_prompts(run: &Run, split: Split, rows: &[DatasetRow]) -> anyhow::Result<()> {
     let tokenizer = TextTokenizer::for_policy(&run.config.model)?;
     let prompts = prompts(rows, &tokenizer)?;
@@ -49,8 +49,8 @@ pub(crate) struct Base {
 }
 
 impl Base {
-    /// The best checkpoint of a training stage: an adapter, whose base is the configured model or what full fine-tuning made of it, or
-    /// a whole model.
+    /// The best checkpoint of a training stage: a full model, or an adapter on the configured model or on the model that full fine-tuning
+    /// produced.
     ///
     /// # Errors
     /// The adapter is missing: without it the base alone would be taken for the trained model.
@@ -69,13 +69,13 @@ impl Base {
         Ok(Self { model, adapter: Some(adapter) })
     }
 
-    /// The model section of a job on this base.
+    /// The model configuration of a job on this base.
     pub(crate) fn model_config(&self, config: &Config) -> ModelConfig {
         ModelConfig { path: self.model.clone(), ..config.model.clone() }
     }
 }
 
-/// Adds the device to a stage's facts, unless it is one rank on the CPU.
+/// Adds the device to a stage's facts, unless the job runs as one rank on the CPU.
 pub(crate) fn add_device(facts: &mut Facts, run: &Run) {
     if run.executor.devices() != [Device::Cpu] {
         facts.add("device", run.executor.name());
@@ -90,25 +90,25 @@ pub(crate) fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Generation {
     pub response: PolicyResponse,
-    /// Wall-clock time, in milliseconds; `None` where other ranks used the same CPU meanwhile.
+    /// Wall-clock time of the generation in milliseconds; `None` if other ranks used the same CPU at the same time.
     pub latency_ms: Option<f64>,
 }
 
 pub(crate) type Each<'a> = dyn FnMut(Vec<Generation>) -> anyhow::Result<()> + Send + 'a;
 
-/// A model that gives one response to each row.
+/// A model that generates one response per dataset row.
 pub(crate) trait Generator: Sync {
     /// Generates one response per row, in order; calls `each` with batches of `n_at_once`.
     fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()>;
 }
 
-/// The model of a training stage. It is loaded once for all rows.
+/// The trained model of a stage, as a generator that loads it once for all rows.
 pub(crate) fn generator(run: &Run, stage: StageName) -> Result<LocalModel<'_>, Stop> {
     let base = Base::of(&run.config, &run.dir, stage)?;
     Ok(LocalModel { run, base, name: stage.as_str(), samples: None })
 }
 
-/// The configured model without training.
+/// The configured base model without training, as a generator called `name`.
 pub(crate) fn untrained<'a>(run: &'a Run, name: &'static str) -> LocalModel<'a> {
     let base = Base { model: run.config.model.path.clone(), adapter: None };
     LocalModel { run, base, name, samples: None }
@@ -125,7 +125,7 @@ impl Progress for Lines<'_> {
     }
 }
 
-/// A model in this process, with or without an adapter.
+/// A model that generates in this process, with or without an adapter.
 pub(crate) struct LocalModel<'a> {
     run: &'a Run,
     base: Base,
@@ -141,7 +141,7 @@ impl LocalModel<'_> {
         Self { name, samples: Some(samples), ..self }
     }
 
-    /// Calls `each` with all responses to each of the next `n_at_once` rows, in order.
+    /// Generates responses to all rows, in order; calls `each` with the responses of the next `n_at_once` rows, one list per row.
     pub(crate) fn respond(
         &self,
         rows: &[DatasetRow],
@@ -184,7 +184,7 @@ fn likeliest(responses: Vec<GeneratedResponse>) -> Option<GeneratedResponse> {
     responses.into_iter().reduce(|best, other| if other.mean_logprob > best.mean_logprob { other } else { best })
 }
 
-/// Runs a generation and passes its responses to `take` as they come. `by` names the model in messages.
+/// Runs a generation job and passes its responses to `take` in batches, as they are generated. `by` names the model in messages.
 pub(crate) fn generate(
     run: &Run,
     by: &str,
@@ -267,8 +267,8 @@ pub(crate) fn check_lengths<'a>(
     Ok(())
 }
 
-/// Checks the folder of the model before any stage up to `last` runs. The data stages need no model, only its size, on which defaults depend:
-/// `config.json` alone is checked for them. A model on a hub that is not downloaded yet has no folder and is not checked.
+/// Checks the folder of the model before any stage up to `last` runs. For data stages, which only need the model's size for defaults, only
+/// `config.json` is checked. A model on a hub that is not downloaded yet has no folder and is not checked.
 ///
 /// # Errors
 /// A file is missing or damaged, or the settings do not fit the model.
@@ -280,7 +280,7 @@ pub fn preflight(config: &Config, last: StageName) -> anyhow::Result<()> {
     }
 }
 
-/// The name of the model on a hub where it is not downloaded yet: the path of a folder is absolute.
+/// The hub name of the configured model if it is not downloaded yet; `None` if the model is a local folder.
 pub fn hub_name(config: &Config) -> Option<&Path> {
     Some(config.model.path.as_path()).filter(|path| !path.is_absolute())
 }

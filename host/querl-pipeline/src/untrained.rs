@@ -1,4 +1,4 @@
-//! Prompts of the systems that need no training: the base model with a prompt, and HyDE.
+//! Prompts of the evaluated systems that need no training: the prompted base model, and HyDE.
 
 use crate::ledger::rows_of;
 use crate::run::Run;
@@ -6,7 +6,8 @@ use querl_core::config::PromptedWith;
 use querl_core::ports::{PluginFault, PromptInput, PromptTask};
 use querl_core::records::{DatasetRow, Message, QueryRow, Split};
 
-/// The rows with the prompts of the system `prompted`: that of `eval.prompted_with`, after `eval.few_shot` rewrites of the training split.
+/// Rows with the prompts of the system `prompted`: the prompt of `eval.prompted_with`, with `eval.few_shot` rewrites of the training split
+/// as examples.
 ///
 /// # Errors
 /// The training split cannot be read, or the prompt plugin fails.
@@ -56,7 +57,8 @@ fn with_examples(prompt: Vec<Message>, examples: &[Message]) -> Vec<Message> {
     system.into_iter().chain(examples.iter().cloned()).chain(question).collect()
 }
 
-/// The rows with a request for a passage that answers the query, which is searched for in place of a rewrite.
+/// Rows with the prompts of the system `hyde`, which ask for a passage that answers the query; the passage is the search text instead of a
+/// rewrite.
 ///
 /// Source: HyDE (Gao et al. 2022, "Precise Zero-Shot Dense Retrieval without Relevance Labels"), one pseudo-answer for each query, with the
 /// conversation in the prompt. Departure: the text is searched for as any rewrite is, not the mean of the vectors of several.

@@ -10,17 +10,17 @@ use querl_model::{Weights, is_adapter};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// The temperature that was fitted in training, in the folder of a model.
+/// File in a model's folder with the temperature that was fitted in training.
 pub(crate) const CALIBRATION_FILE: &str = "calibration.json";
 
-/// Which classifier, and how it is used.
+/// Folder of a classifier, and settings of its inference.
 #[derive(Debug, Clone)]
 pub struct ClassifierOptions {
-    /// A classifier's folder, of `querl style train` or of transformers; or a PEFT adapter's.
+    /// Folder of a classifier written by `querl style train` or transformers, or of a PEFT adapter.
     pub model: PathBuf,
-    /// The model that an adapter was trained on.
+    /// Folder of the base model; required if `model` is a PEFT adapter, otherwise `None`.
     pub base: Option<PathBuf>,
-    /// Most tokens of a text; question and answer of longer ones are shortened.
+    /// Maximum number of tokens of a text; question and answer of a longer text are shortened.
     pub max_length: u32,
     /// Whether logits are divided by the temperature that was fitted in training.
     pub calibrated: bool,
@@ -28,11 +28,11 @@ pub struct ClassifierOptions {
     pub threads: usize,
 }
 
-/// Most tokens of one pass: the classifiers are small.
+/// Maximum number of tokens of one forward pass of a style classifier.
 pub const TOKENS_PER_PASS: usize = 4096;
 
 impl ClassifierOptions {
-    /// Those of a run's style model; `None` where it has none.
+    /// Options of the style model that a run configures; `None` if it configures none.
     pub fn of(config: &StyleModelConfig) -> Option<Self> {
         Some(Self {
             model: config.path.clone()?,
@@ -47,37 +47,37 @@ impl ClassifierOptions {
 /// Content of `calibration.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Calibration {
-    /// Logits are divided by it.
+    /// Temperature that divides the logits.
     pub(crate) temperature: f64,
-    /// Examples that it was fitted on.
+    /// Number of examples that the temperature was fitted on.
     pub(crate) n: usize,
 }
 
-/// A classifier with its tokenizer.
+/// A loaded style classifier with its tokenizer and temperature.
 pub struct StyleClassifier {
-    /// The weights.
+    /// The classifier's weights and class labels.
     pub classifier: Classifier,
-    /// From the same folder, or from the base.
+    /// Tokenizer of the classifier's folder or, if it has none, of the base model's folder.
     pub tokenizer: ClassifierTokenizer,
-    /// Logits are divided by it.
+    /// Temperature that divides the logits.
     pub temperature: f64,
-    /// Most tokens of a text: as requested, or the model's positions.
+    /// Maximum number of tokens of a text: the requested one, limited to the model's positions.
     pub max_length: usize,
 }
 
-/// Logits of texts.
+/// Logits of texts, with one row per text.
 pub struct Answers {
-    /// By text, then by class.
+    /// Logits, one row per text and one column per class.
     pub logits: Vec<Vec<f64>>,
-    /// Texts that were shortened.
+    /// Number of texts that were shortened.
     pub n_shortened: usize,
 }
 
 impl StyleClassifier {
-    /// Loads it.
+    /// Loads a classifier, or a PEFT adapter on its base model.
     ///
     /// # Errors
-    /// A file is missing or damaged, the model is no classifier, or it is an adapter and `--base` is not there.
+    /// A file is missing or damaged, the model is no classifier, or it is an adapter and no base is given.
     pub fn open(args: &ClassifierOptions) -> anyhow::Result<Self> {
         let (folder, max_length) = (args.model.as_path(), args.max_length as usize);
         let (classifier, base) = match (is_adapter(folder), &args.base) {
@@ -97,7 +97,7 @@ impl StyleClassifier {
         Ok(Self { classifier, tokenizer, temperature, max_length })
     }
 
-    /// Logits of texts.
+    /// Logits of texts, with one row per text.
     ///
     /// # Errors
     /// A text has no token, or the model fails.
@@ -105,7 +105,7 @@ impl StyleClassifier {
         compute_logits(&self.classifier, &self.tokenizer, texts, TOKENS_PER_PASS)
     }
 
-    /// Probabilities of logits, at the requested temperature.
+    /// Class probabilities from logits, at the classifier's temperature.
     pub fn probabilities(&self, logits: &[Vec<f64>]) -> Vec<Vec<f64>> {
         calibrated(logits, self.temperature)
     }
@@ -137,7 +137,7 @@ fn temperature(folder: &Path) -> anyhow::Result<f64> {
     }
 }
 
-/// Files other than weights that logits depend on.
+/// Files of a model folder, other than weights, that logits depend on.
 const MODEL_FILES: [&str; 3] = ["config.json", "adapter_config.json", "tokenizer.json"];
 
 /// SHA-256 of all files of a model that its logits depend on.

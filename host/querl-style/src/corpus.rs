@@ -1,4 +1,4 @@
-//! Labelled dialogues, checked: their classes, and what the file lacks for training.
+//! Labelled dialogues of a file: checks of the labels, their classes, and warnings about classes with too few examples for training.
 
 use crate::{labels, usage};
 use querl_core::ports::Reporter;
@@ -13,24 +13,24 @@ const MIN_EXAMPLES: usize = 2;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Classes<'a> {
-    /// Those of the file.
+    /// The classes that occur in the file.
     OfFile,
-    /// Those that the settings name; the file may lack some.
+    /// The classes that the settings name; the file may have no example of some.
     Named(&'a Labels),
     /// The classes of a trained model, in the order of its label ids.
     OfModel(&'a Labels),
 }
 
-/// Dialogues and the class of each.
+/// Labelled dialogues with the class of each.
 pub(crate) struct Corpus {
     pub(crate) dialogues: Vec<Dialogue>,
-    /// Positions in `classes`.
+    /// Class of each dialogue, as an index into `classes`.
     pub(crate) labels: Vec<usize>,
     pub(crate) classes: Labels,
 }
 
 impl Corpus {
-    /// Reads a file with labels.
+    /// Reads a file of labelled dialogues.
     pub(crate) fn read(path: &Path, classes: Classes<'_>, reporter: &dyn Reporter) -> anyhow::Result<Self> {
         let refuse = |message: String| usage(format!("{}: {message}", path.display()));
         let mut dialogues = read_dialogues(path).map_err(usage)?;
@@ -65,7 +65,7 @@ impl Corpus {
         Ok(Self { labels, classes, dialogues })
     }
 
-    /// Reads a file to train on, and warns of classes that can hardly be learned.
+    /// Reads a file of training dialogues; refuses or warns about classes with too few examples.
     pub(crate) fn read_training(path: &Path, named: Option<&Labels>, reporter: &dyn Reporter) -> anyhow::Result<Self> {
         let corpus = Self::read(path, named.map_or(Classes::OfFile, Classes::Named), reporter)?;
         let counts = counts(&corpus.dialogues);
@@ -100,21 +100,22 @@ impl Corpus {
         self.dialogues.iter().map(|dialogue| &dialogue.group).collect::<BTreeSet<_>>().len()
     }
 
-    /// Examples of each class, as a sentence.
+    /// Number of examples of each class, as text: `NAME COUNT, NAME COUNT`.
     pub(crate) fn counts(&self) -> String {
         let count = |class: usize| self.labels.iter().filter(|label| **label == class).count();
         let counts = self.classes.names().iter().enumerate().map(|(class, name)| format!("{name} {}", count(class)));
         counts.collect::<Vec<_>>().join(", ")
     }
 
-    /// Classes of the file that none of these dialogues has.
+    /// Names of the corpus's classes that none of the dialogues at `indices` has.
     pub(crate) fn missing(&self, indices: &[usize]) -> Vec<&str> {
         let here: BTreeSet<usize> = indices.iter().map(|&index| self.labels[index]).collect();
         let all: BTreeSet<usize> = self.labels.iter().copied().collect();
         all.difference(&here).map(|&class| self.classes.names()[class].as_str()).collect()
     }
 
-    /// Splits some dialogues by groups, with the same share of each class; returns the rest first. With a share of 0 nothing is split off.
+    /// Stratified split of the dialogues at `indices` that keeps groups together: returns the indices of the rest, then those of the
+    /// split-off `share`.
     pub(crate) fn split_off(&self, indices: &[usize], share: f64, seed: u64) -> (Vec<usize>, Vec<usize>) {
         if share == 0.0 {
             return (indices.to_vec(), Vec::new());
@@ -135,7 +136,7 @@ impl Corpus {
         (indices.iter().map(label_of).collect(), indices.iter().map(group_of).collect())
     }
 
-    /// The most frequent class of some dialogues; of several the first.
+    /// The most frequent class of the dialogues at `indices`; of equally frequent classes the first.
     pub(crate) fn majority(&self, indices: &[usize]) -> usize {
         let count = |class: &usize| indices.iter().filter(|&&index| self.labels[index] == *class).count();
         (0..self.classes.n_classes()).rev().max_by_key(count).unwrap_or_default()

@@ -24,26 +24,27 @@ const REPORT_FILE: &str = "distillation.json";
 /// Rounds of the speed measurement; the fastest counts.
 const N_ROUNDS: usize = 3;
 
-/// What to distil from and into.
+/// Options of `querl style distill`: teacher, student, data and hyperparameters.
 #[derive(Debug)]
 pub struct DistillOptions {
-    /// Folder of a trained classifier.
+    /// Folder of the teacher, a trained classifier.
     pub teacher: PathBuf,
-    /// The model that a teacher's adapter was trained on.
+    /// Folder of the base model, if the teacher is a PEFT adapter.
     pub teacher_base: Option<PathBuf>,
-    /// Folder of the model to train.
+    /// Folder of the student, the model to train.
     pub student: PathBuf,
-    /// Dialogues that the teacher labels.
+    /// File of dialogues without labels, for which the teacher's logits are the targets.
     pub unlabelled: PathBuf,
-    /// Labelled dialogues; a part is held out.
+    /// File of labelled dialogues to train on; a part is held out for evaluation unless `eval_file` is set.
     pub train_file: Option<PathBuf>,
-    /// Labelled dialogues to measure on, in place of a part of `train_file`.
+    /// File of labelled dialogues to evaluate on, instead of a held-out part of `train_file`.
     pub eval_file: Option<PathBuf>,
-    /// Where the student is written.
+    /// Folder in which the student is written.
     pub output_dir: PathBuf,
-    /// Both models' logits are divided by it: 0.1 to 100.
+    /// Temperature that divides the logits of teacher and student: 0.1 to 100.
     pub temperature: f64,
-    /// Weight of a label where there is one, 0 to 1; the teacher has the rest.
+    /// Weight of the labels' cross-entropy, 0 to 1; the KL divergence from the teacher has the rest, and weight 1 for dialogues without
+    /// label.
     pub hard_weight: f64,
     /// Other keys of [`TrainConfig`] for the student.
     pub settings: toml::Table,
@@ -54,19 +55,19 @@ pub struct DistillOptions {
 struct Report {
     n_labelled: usize,
     n_unlabelled: usize,
-    /// Texts whose logits the teacher computed now, not in an earlier run.
+    /// Number of texts whose logits the teacher computed in this run; the others are from an earlier run.
     n_asked: usize,
     temperature: f64,
     hard_weight: f64,
     teacher: ModelReport,
     student: ModelReport,
-    /// Share of compared texts with the same predicted class.
+    /// Share of the compared texts for which student and teacher predict the same class.
     agreement: Option<f64>,
-    /// Texts that the student did not learn from.
+    /// Number of compared texts, which the student was not trained on.
     n_compared: usize,
-    /// Texts shortened for the student, of training and comparison.
+    /// Number of training and comparison texts that were shortened for the student.
     n_shortened: usize,
-    /// The student's texts per second over the teacher's.
+    /// Texts per second of the student, divided by those of the teacher.
     speedup: f64,
 }
 
@@ -74,7 +75,7 @@ struct Report {
 struct ModelReport {
     n_parameters: usize,
     texts_per_second: f64,
-    /// On labelled texts that the student did not learn from.
+    /// Accuracy on labelled texts that the student was not trained on.
     accuracy: Option<f64>,
     f1_macro: Option<f64>,
 }
@@ -85,7 +86,7 @@ struct TrainingText<'a> {
     label: Option<usize>,
 }
 
-/// Trains the student, compares both, writes.
+/// Trains the student, compares it with the teacher, writes student and comparison, and returns the comparison as text.
 ///
 /// # Errors
 /// Models, data or settings cannot be used, a file cannot be written, or the stop flag was set.
@@ -355,7 +356,7 @@ struct Teacher {
     saved: BTreeMap<String, Vec<f64>>,
     /// Texts whose logits were computed now.
     n_asked: usize,
-    /// Those of them that were shortened.
+    /// Number of these texts that were shortened for the teacher.
     n_shortened: usize,
 }
 

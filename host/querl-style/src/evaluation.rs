@@ -1,5 +1,5 @@
-//! Metrics of a classifier on held-out dialogues, next to those of a baseline: of one split, by cross-validation, or of a saved model.
-//! Written as text, `eval.json` and `report.html`.
+//! Evaluation of a classifier on held-out dialogues, compared with a baseline: on one split, by cross-validation, or of a saved model.
+//! Results are text, `eval.json` and `report.html`.
 
 use crate::classifier::{ClassifierOptions, StyleClassifier, compute_logits};
 use crate::corpus::{Classes, Corpus};
@@ -17,20 +17,20 @@ use querl_model::classifier::{Classifier, ClassifierTokenizer};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Resamples of intervals and tests.
+/// Number of bootstrap resamples of intervals and tests.
 const N_RESAMPLES: usize = 2000;
-/// Mistakes shown in the report.
+/// Number of wrong predictions that the report shows.
 const N_MISTAKES: usize = 20;
 const FOLDS_FOLDER: &str = "training/folds";
 
-/// What to evaluate on.
+/// Data and output of an evaluation.
 #[derive(Debug)]
 pub struct EvalOptions {
-    /// Labelled dialogues.
+    /// File of labelled dialogues.
     pub file: PathBuf,
-    /// Where `eval.json` and `report.html` are written.
+    /// Folder in which `eval.json` and `report.html` are written; `None`: no files.
     pub output_dir: Option<PathBuf>,
-    /// Seeds the resamples.
+    /// Seed of the bootstrap resamples.
     pub seed: u64,
 }
 
@@ -80,13 +80,13 @@ pub(crate) fn file_name(path: &Path) -> String {
     path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }
 
-/// Held-out dialogues.
+/// Held-out dialogues of an evaluation.
 pub(crate) struct TestSet<'a> {
     pub(crate) corpus: &'a Corpus,
-    /// Positions of the dialogues; each as often as it was held out.
+    /// Indices of the held-out dialogues; a dialogue that was held out several times is repeated.
     pub(crate) indices: &'a [usize],
     pub(crate) n_repeats: usize,
-    /// The most frequent class of the training data.
+    /// The most frequent class of the training data, which the majority baseline predicts.
     pub(crate) majority: usize,
     pub(crate) seed: u64,
 }
@@ -94,22 +94,22 @@ pub(crate) struct TestSet<'a> {
 /// Content of `eval.json`.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct EvalResults {
-    /// Of the classifier.
+    /// Metrics of the classifier.
     #[serde(flatten)]
     pub(crate) model: Measures,
-    /// Logits were divided by it: those of `model` in an evaluation, in training only those of `calibrated`.
+    /// Temperature that divided the logits: of `model` in an evaluation of a saved model, of `calibrated` only in training.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) temperature: Option<f64>,
-    /// Of the classifier with temperatures that were fitted on other dialogues.
+    /// Metrics of the classifier with temperatures that were fitted on other dialogues.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) calibrated: Option<Measures>,
-    /// Of TF-IDF and logistic regression on the same split.
+    /// Metrics of the baseline, TF-IDF with logistic regression, on the same split.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) baseline: Option<Measures>,
-    /// Of the teacher in a distillation, on the same dialogues.
+    /// Metrics of the teacher on the same dialogues, in a distillation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) teacher: Option<Measures>,
-    /// Sentences to be read with the metrics.
+    /// Sentences that qualify the metrics.
     pub(crate) notes: Vec<String>,
 }
 
@@ -136,7 +136,7 @@ impl EvalResults {
 }
 
 impl TestSet<'_> {
-    /// Metrics of one row of probabilities per dialogue.
+    /// Metrics of predictions: one row of class probabilities per held-out dialogue.
     pub(crate) fn measures(&self, probabilities: &[Vec<f64>]) -> anyhow::Result<Measures> {
         let (labels, groups) = self.corpus.labels_and_groups(self.indices);
         let examples = Examples {
@@ -169,8 +169,8 @@ impl TestSet<'_> {
         mistakes
     }
 
-    /// Writes results to `folder`, if any, and returns them as text. `temperature`: what the logits of the model's own probabilities
-    /// were divided by.
+    /// Writes results to `folder`, if any, and returns them as text. `temperature`: the temperature that divided the logits of the model's
+    /// probabilities; `None` for uncalibrated probabilities.
     pub(crate) fn report(
         &self,
         title: &str,
@@ -203,7 +203,7 @@ impl TestSet<'_> {
     }
 }
 
-/// A corpus, and how classifiers are trained on it.
+/// A corpus, and the configuration of classifiers that are trained on it.
 #[derive(Clone, Copy)]
 pub(crate) struct Task<'a> {
     pub(crate) config: &'a TrainConfig,
@@ -215,16 +215,16 @@ pub(crate) struct Task<'a> {
 #[derive(Default)]
 struct Predictions {
     model: Vec<Vec<f64>>,
-    /// Of the model with temperature; empty where there is none.
+    /// Probabilities of the model with temperature; empty without a temperature.
     calibrated: Vec<Vec<f64>>,
-    /// That temperature, if it is the same for all.
+    /// Temperature of `calibrated`, if it is the same for all dialogues.
     temperature: Option<f64>,
     baseline: Vec<Vec<f64>>,
     n_shortened: usize,
 }
 
 impl Task<'_> {
-    /// The temperature fitted on the dev split; `None` without one.
+    /// The temperature fitted on the dev split; `None` without a dev split.
     pub(crate) fn fit_temperature(&self, classifier: &Classifier, dev: &[usize]) -> anyhow::Result<Option<f64>> {
         if dev.is_empty() {
             return Ok(None);
@@ -254,18 +254,18 @@ impl Task<'_> {
     }
 }
 
-/// A trained classifier to be evaluated.
+/// A trained classifier that is evaluated on its held-out dialogues.
 pub(crate) struct TrainedModel<'a> {
     pub(crate) task: Task<'a>,
     pub(crate) checkpoint: &'a Checkpoint,
-    /// Fitted on the dev split, if any.
+    /// Temperature fitted on the dev split; `None` without a dev split.
     pub(crate) temperature: Option<f64>,
-    /// Augmented copies in the training split.
+    /// Number of augmented copies in the training split.
     pub(crate) n_copies: usize,
 }
 
 impl TrainedModel<'_> {
-    /// Evaluates on the dialogues held out from this training.
+    /// Evaluates the classifier on the dialogues held out from its training.
     pub(crate) fn evaluate_held_out(&self, split: &Split, held_out: &[usize]) -> anyhow::Result<String> {
         let Task { config, corpus, tokenizer } = self.task;
         let learned = [split.train.as_slice(), &split.dev].concat();
@@ -278,8 +278,7 @@ impl TrainedModel<'_> {
         self.report(&test_set, &predictions, Vec::new())
     }
 
-    /// Cross-validation: a training for each held-out part. Logits of finished parts are saved, so that the same command resumes with the
-    /// next part.
+    /// Cross-validation: one training per fold. Logits of finished folds are saved, so that the same command resumes with the next fold.
     pub(crate) fn cross_validate(&self, trainer: &Trainer<'_>) -> anyhow::Result<String> {
         let Task { config, corpus, .. } = self.task;
         let all: Vec<usize> = (0..corpus.len()).collect();

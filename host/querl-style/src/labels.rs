@@ -1,4 +1,4 @@
-//! Labels: the classes of a file, their order, and pairs of Chinese and English names.
+//! Class labels: the classes of a file, their order, and pairs of Chinese and English names.
 
 use querl_core::ports::Reporter;
 use querl_data::{Dialogue, DialogueLocation};
@@ -14,7 +14,7 @@ const STYLES: [(&str, &str); 5] = [
     ("无伤害", "harmless"),
 ];
 
-/// English names by label.
+/// English name of each label.
 pub(crate) type Pairs = BTreeMap<String, String>;
 
 /// Parses the setting `labels`: the classes in the order of their ids, all as `NAME` or all as `NAME=ENGLISH`.
@@ -34,7 +34,7 @@ pub(crate) fn parse(list: &[String]) -> Result<Labels, String> {
     }
 }
 
-/// The `label` and `label_english` pairs of a file.
+/// English name of each label, from the fields `label` and `label_english` of a file's dialogues.
 pub(crate) fn pairs(dialogues: &[Dialogue]) -> Result<Pairs, String> {
     let mut by_label: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
     let mut by_english: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
@@ -60,7 +60,7 @@ pub(crate) fn pairs(dialogues: &[Dialogue]) -> Result<Pairs, String> {
     Ok(by_label.into_iter().map(|(label, (english, _))| (label.to_owned(), english.to_owned())).collect())
 }
 
-/// Replaces English labels by Chinese ones where the file has both: as the file pairs them, or as the style model does.
+/// Replaces English labels by Chinese ones if the file has both, with the pairs of the file or of the style model.
 pub(crate) fn in_one_language(names: &[&str], english: &Pairs) -> Vec<String> {
     let here: BTreeSet<&str> = names.iter().copied().collect();
     let of_styles = STYLES.iter().filter(|(name, _)| here.contains(name)).map(|(name, english)| (*english, *name));
@@ -69,7 +69,7 @@ pub(crate) fn in_one_language(names: &[&str], english: &Pairs) -> Vec<String> {
     names.iter().map(|name| own.get(name).unwrap_or(name).to_string()).collect()
 }
 
-/// The classes of a file: those of the style model in their order, then others by name.
+/// The classes of a file: classes of the style model in its order, then other classes by name.
 pub(crate) fn classes<'a>(
     counts: impl Iterator<Item = (&'a str, usize)>,
     english: &Pairs,

@@ -1,5 +1,5 @@
-//! The style reward model: a classifier of the style of answers. Corpus, training, distillation, calibration, evaluation, and the
-//! model as rewards and plugins see it.
+//! The style reward model, a classifier of the style of answers: corpus, training, distillation, calibration, evaluation, and the
+//! classifier as rewards and plugins call it.
 //!
 //! In: labelled dialogues and a base model. Out: a classifier's folder with its figures, or probabilities of styles. This crate
 //! must not depend on a command line, on plugins and on the network.
@@ -26,7 +26,7 @@ pub use trainer::{Callbacks, OpenMetrics, Uninterrupted};
 
 use anyhow::Context;
 
-/// A setting, a model or a file cannot be used; the message says which and why.
+/// Error for a setting, model or file that cannot be used; the message says which and why.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct UsageError(String);

@@ -7,7 +7,7 @@ use querl_model::classifier::{Labels, Tuning};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Weight of each class in the loss.
+/// How the classes are weighted in the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum ClassWeights {
@@ -17,7 +17,7 @@ pub(crate) enum ClassWeights {
     Balanced,
 }
 
-/// All settings of a training; `querl style train --help` describes each.
+/// All settings of a classifier training; `querl style train --help` describes each.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
@@ -46,7 +46,7 @@ pub struct TrainConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) lora_alpha: Option<f64>,
     pub(crate) lora_dropout: f64,
-    /// Negative until it is resolved: the default depends on `num_folds`.
+    /// Share of the dialogues held out for evaluation; negative until resolved, since the default depends on `num_folds`.
     pub(crate) eval_share: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) dev_share: Option<f64>,
@@ -115,7 +115,7 @@ fn read(path: &Path) -> anyhow::Result<toml::Table> {
 }
 
 impl TrainConfig {
-    /// From flags and a TOML file with the same keys. A flag overrides the file; other keys have their defaults.
+    /// Reads settings from flags and a TOML file with the same keys. A flag overrides the file; other keys have their defaults.
     ///
     /// # Errors
     /// The file cannot be read, a key is unknown, or a value is out of range.
@@ -135,12 +135,12 @@ impl TrainConfig {
         Ok(config)
     }
 
-    /// Where the classifier is written.
+    /// Folder in which the classifier is written.
     pub fn output_dir(&self) -> &Path {
         &self.output_dir
     }
 
-    /// The same with absolute paths, so that the written configuration is valid in every folder.
+    /// These settings with absolute paths, so that the written configuration is valid in every folder.
     pub(crate) fn with_absolute_paths(&self) -> std::io::Result<Self> {
         let mut config = self.clone();
         for path in [&mut config.model_name_or_path, &mut config.train_file, &mut config.output_dir] {
@@ -207,13 +207,13 @@ impl TrainConfig {
         }
     }
 
-    /// The classes, where they are named.
+    /// The classes that the setting `labels` names; `None` if it is not set.
     pub(crate) fn labels(&self) -> anyhow::Result<Option<Labels>> {
         let labels = self.labels.as_ref().map(|list| labels::parse(list)).transpose();
         labels.map_err(|message| usage(format!("labels: {message}")))
     }
 
-    /// The settings of fine-tuning. The learning rate falls linearly to 0 without warm-up, the default of transformers' Trainer.
+    /// Settings of the fine-tuning loop. The learning rate falls linearly to 0 without warm-up, the default of transformers' Trainer.
     pub(crate) fn sft(&self) -> SftConfig {
         SftConfig {
             learning_rate: self.learning_rate,
@@ -245,7 +245,7 @@ impl TrainConfig {
         }
     }
 
-    /// Most tokens of a pass without gradients.
+    /// Maximum number of tokens of a forward pass without gradients.
     pub(crate) fn eval_tokens_per_pass(&self) -> usize {
         self.per_device_eval_batch_size as usize * self.max_length as usize
     }

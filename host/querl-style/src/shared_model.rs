@@ -1,4 +1,4 @@
-//! The style model of a run: shared by the instances of plugins, and as a reward.
+//! The style model of a run, which all plugin instances share, and the reward that it computes.
 
 use crate::classifier::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
 use anyhow::Context;
@@ -12,7 +12,7 @@ use querl_model::classifier::{BatchLimits, Batcher, Classifier, ClassifierTokeni
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Most cached distributions: the responses of a run repeat.
+/// Maximum number of cached class distributions: the responses of a run repeat.
 const MAX_CACHED: usize = 100_000;
 
 /// Limits of a batch of several plugin instances. The queue needs no limit: each instance waits for one text.
@@ -22,8 +22,8 @@ const LIMITS: BatchLimits =
 const USER: &str = "user";
 const ASSISTANT: &str = "assistant";
 
-/// A classifier that the instances of plugins share, with a cache of distributions. The dialogues of a batch are classified in one pass before
-/// the instances need them; single requests of instances share passes.
+/// A style classifier that all plugin instances share, with a cache of class distributions. The dialogues of a batch are classified in one
+/// pass before the instances need them; single requests of instances are batched.
 ///
 /// Loaded at the first request: stages that need no style, such as fine-tuning, do not hold its weights.
 pub struct SharedStyleModel {
@@ -45,7 +45,8 @@ struct LoadedModel {
 }
 
 impl SharedStyleModel {
-    /// The classifier of a configuration, or `None` if that names none. `key`: of the configuration, for errors. Reads classes, not weights.
+    /// Opens the style classifier that `config` names, or returns `None` if it names none; reads only the class labels, and prefixes
+    /// errors with the configuration key `key`.
     ///
     /// # Errors
     /// There is no classifier in the folder.
@@ -60,7 +61,7 @@ impl SharedStyleModel {
         self.labels.names()
     }
 
-    /// Checks that it can be loaded, before hours of training; does not hold it.
+    /// Checks that the classifier can be loaded, before hours of training, without keeping it in memory.
     ///
     /// # Errors
     /// A file is missing or damaged, or is no classifier's.
@@ -182,7 +183,7 @@ fn text_of(turns: &[Message]) -> Result<String, CallFailure> {
     Ok(format!("用户问题：{}\n回答：{}", turns[question].content, turns[answer].content))
 }
 
-/// Query and rewrite as a dialogue.
+/// A query and its rewrite as a dialogue: a user turn and an assistant turn.
 pub fn turns_of(query: &str, rewrite: &str) -> Vec<Message> {
     vec![
         Message { role: USER.to_owned(), content: query.to_owned() },
@@ -193,16 +194,16 @@ pub fn turns_of(query: &str, rewrite: &str) -> Vec<Message> {
 /// The code with which a scorer rejects a class that the model does not know.
 const UNKNOWN_CLASS: &str = "unknown_class";
 
-/// Query and rewrite of one side as a dialogue.
+/// The query of an episode and the rewrite of `side` (policy or teacher) as a dialogue.
 pub fn turns_of_side(episode: &Episode, side: &Candidate) -> Vec<Message> {
     turns_of(&episode.query, &side.rewrite)
 }
 
-/// A style scorer as a reward: it scores the policy's rewrite.
+/// Adapter from a style scorer plugin to a reward: scores the policy's rewrite.
 pub struct StyleReward(Box<dyn StyleScorer>);
 
 impl StyleReward {
-    /// A reward of this scorer.
+    /// A reward that calls `scorer`.
     pub fn new(scorer: Box<dyn StyleScorer>) -> Self {
         Self(scorer)
     }
@@ -229,7 +230,7 @@ impl RewardModel for StyleReward {
     }
 }
 
-/// A model with the classes of another, all equally likely.
+/// A style model with the given class names that returns equal probabilities for all classes.
 pub struct Undecided(pub Vec<String>);
 
 impl StyleModel for Undecided {
@@ -239,8 +240,8 @@ impl StyleModel for Undecided {
     }
 }
 
-/// Checks a scorer's settings with an [`Undecided`] model: its message if they name a class that the model does not know. Without this check
-/// it would reject every rewrite once training has begun. Other errors of the scorer are left to the run.
+/// Checks a scorer's settings with an [`Undecided`] model: returns the scorer's message if its settings name a class that the model does
+/// not have. Without this check the scorer would reject every rewrite during training. Other errors are reported by the run itself.
 pub fn unknown_class(scorer: &dyn StyleScorer) -> Option<String> {
     let turns = turns_of("羊毛衫怎么洗？", "冷水手洗，平铺晾干。");
     let scores = scorer.score_batch(&[Dialogue { id: "settings".into(), turns }]).ok()?;

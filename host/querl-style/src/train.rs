@@ -17,20 +17,20 @@ const DEMO: [&str; 3] = [
     "用户问题：送爸爸什么好？\n回答：这款按摩仪最受欢迎，今天下单立减一百，我帮您留一台？",
 ];
 
-/// Every setting in force, in the folder of the model.
+/// File in the model's folder with the value of every setting.
 const RESOLVED_FILE: &str = "rm.resolved.toml";
 
-/// Result of a training.
+/// Result of a classifier training.
 pub struct Trained {
     /// Metrics on held-out dialogues, as text; `None` where nothing was held out.
     pub figures: Option<String>,
-    /// Names of the classes.
+    /// Names of the classes, in the order of their ids.
     pub classes: Vec<String>,
     /// Texts with the probabilities of the trained classifier, where `demo_inference` is set.
     pub demo: Vec<(&'static str, Vec<f64>)>,
 }
 
-/// Trains, evaluates, writes.
+/// Trains a classifier, evaluates it on held-out dialogues, and writes model and metrics to the output folder.
 ///
 /// # Errors
 /// Data, model or settings cannot be used, a file cannot be written, or the stop flag was set.

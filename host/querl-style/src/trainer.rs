@@ -22,13 +22,13 @@ use std::time::Instant;
 pub(crate) const EVAL_FILE: &str = "eval.json";
 pub(crate) const REPORT_FILE: &str = "report.html";
 
-/// Augmented copies of the training split.
+/// File with the augmented copies of the training split.
 const AUGMENTED_FILE: &str = "augmented.jsonl";
 
-/// Summary of the training, and seconds of this call.
+/// File with the summary of the training and the seconds of this call.
 const SUMMARY_FILE: &str = "summary.json";
 
-/// Positions in the corpus of the training split and of the dev split, which selects the checkpoint.
+/// Training split and dev split as indices into the corpus; the dev split selects the best checkpoint.
 pub(crate) struct Split {
     pub(crate) train: Vec<usize>,
     pub(crate) dev: Vec<usize>,
@@ -38,7 +38,7 @@ pub(crate) struct Split {
 const MIN_DIALOGUES_FOR_DEV: usize = 100;
 
 impl Split {
-    /// Splits the dialogues that are not held out.
+    /// Splits the dialogues at `rest`, which are not held out, into training and dev split.
     pub(crate) fn of(config: &TrainConfig, corpus: &Corpus, rest: &[usize]) -> Self {
         let has_dev = rest.len() >= MIN_DIALOGUES_FOR_DEV || config.early_stopping_patience > 0;
         let share = config.dev_share.unwrap_or(if has_dev { 0.1 } else { 0.0 });
@@ -53,13 +53,13 @@ pub(crate) struct TrainingRows {
     pub(crate) train: Vec<LabelledText>,
     pub(crate) dev: Vec<LabelledText>,
     pub(crate) n_shortened: usize,
-    /// Augmented copies in `train`.
+    /// Number of augmented copies in `train`.
     pub(crate) n_copies: usize,
 }
 
 /// The best checkpoint of a training, and the training's summary.
 pub(crate) struct Checkpoint {
-    /// With frozen weights.
+    /// The trained classifier, with frozen weights.
     pub(crate) classifier: Classifier,
     pub(crate) summary: SftSummary,
     folder: PathBuf,
@@ -68,14 +68,14 @@ pub(crate) struct Checkpoint {
 /// Whether a stopped training resumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Resume {
-    /// From the checkpoints in its folder.
+    /// It resumes from the checkpoints in its folder.
     FromFolder,
     /// It starts over, and writes no checkpoints to resume from.
     Never,
 }
 
 impl TrainingRows {
-    /// Both splits as tokens, with augmented copies of the training split, which are written to `folder`.
+    /// Tokenises both splits, and adds augmented copies to the training split, which are also written to `folder`.
     pub(crate) fn of(
         corpus: &Corpus,
         tokenizer: &ClassifierTokenizer,
@@ -109,7 +109,7 @@ impl TrainingRows {
         Ok(rows)
     }
 
-    /// One text as tokens; counts shortened texts.
+    /// Tokenises one text, and counts it if it is shortened.
     pub(crate) fn row(
         &mut self,
         tokenizer: &ClassifierTokenizer,
@@ -122,7 +122,7 @@ impl TrainingRows {
     }
 }
 
-/// Whether both paths name one folder.
+/// Whether both paths name the same folder.
 pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
     one.canonicalize().is_ok_and(|one| other.canonicalize().is_ok_and(|other| one == other))
 }
@@ -131,13 +131,13 @@ fn make(folder: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("{}: cannot be made", folder.display()))
 }
 
-/// What a training calls.
+/// Callbacks of a training: messages, stop flag, metric sink, and protection from interrupts.
 pub struct Callbacks<'a> {
     /// Shows messages and progress.
     pub reporter: &'a dyn Reporter,
-    /// Set to stop the training at its next safe point.
+    /// Stop flag: the training stops at its next safe point once it is set.
     pub stop: &'a AtomicBool,
-    /// Opens the metric sink at a path.
+    /// Opens the metric sink at a path, to which training metrics are written.
     pub open_metrics: &'a OpenMetrics,
     /// Runs work that an interrupt must not cut.
     pub uninterrupted: &'a Uninterrupted,
@@ -149,7 +149,7 @@ pub type Uninterrupted = dyn Fn(&mut dyn FnMut() -> anyhow::Result<()>) -> anyho
 /// Opens a metric sink at a path.
 pub type OpenMetrics = dyn Fn(&Path) -> anyhow::Result<Box<dyn MetricSink>>;
 
-/// Trainings from one base with the same settings.
+/// Trains classifiers from one base model with the same settings, such as the folds of a cross-validation.
 pub(crate) struct Trainer<'a> {
     config: &'a TrainConfig,
     callbacks: &'a Callbacks<'a>,
@@ -178,7 +178,7 @@ impl<'a> Trainer<'a> {
         Ok(Self { config, callbacks, base: model_digest(base)? })
     }
 
-    /// Trains or resumes in `folder`, and returns the best checkpoint: without a dev split the last one.
+    /// Trains or resumes in `folder`, and returns the best checkpoint, or the last one without a dev split.
     pub(crate) fn fit(
         &self,
         labels: Labels,
@@ -229,7 +229,7 @@ impl<'a> Trainer<'a> {
         Ok(Checkpoint { classifier, summary, folder })
     }
 
-    /// Digest of everything that the result depends on.
+    /// Digest of everything that the result of a training depends on.
     pub(crate) fn fingerprint(
         &self,
         labels: &Labels,

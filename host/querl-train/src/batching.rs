@@ -1,5 +1,5 @@
-//! The order in which training takes rows, and micro-batches: a batch cut into forward passes that fit in memory, in which common
-//! prefixes are computed once.
+//! The order in which training takes rows, and the split of a batch into micro-batches: forward passes that fit in memory and compute
+//! common prefixes once.
 
 use crate::TrainError;
 use crate::policy::Example;
@@ -7,19 +7,19 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
-/// The order in which fine-tuning with this seed takes rows, for a comparison with another program.
+/// Row indices in the order in which fine-tuning with `seed` takes them over `n_epochs` epochs, for a comparison with another program.
 pub fn training_order(n_rows: usize, seed: u64, n_epochs: usize) -> Vec<usize> {
     DataOrder::new(n_rows, seed).take(n_rows * n_epochs)
 }
 
-/// Rows, shuffled for each epoch. The order of an epoch follows from the seed and its number alone, so a checkpoint keeps only
-/// the position.
+/// The shuffled order of the rows. The order of an epoch depends only on the seed and the epoch number, so a checkpoint keeps only the
+/// position.
 #[derive(Debug, Clone)]
 pub(crate) struct DataOrder {
     n_rows: usize,
     seed: u64,
     position: u64,
-    /// The epoch of `rows`.
+    /// The epoch whose order `rows` holds.
     epoch: Option<u64>,
     rows: Vec<usize>,
 }
@@ -33,12 +33,12 @@ impl DataOrder {
         self.position
     }
 
-    /// Continues as if so many rows had been taken.
+    /// Continues as if `position` rows had been taken.
     pub(crate) fn seek(&mut self, position: u64) {
         self.position = position;
     }
 
-    /// At most `n` rows, at least one, all of the same epoch.
+    /// The next rows: at least one, at most `n`, all of the same epoch.
     pub(crate) fn take_within_epoch(&mut self, n: usize) -> Vec<usize> {
         if self.n_rows == 0 {
             return Vec::new();
@@ -53,7 +53,7 @@ impl DataOrder {
         taken
     }
 
-    /// Exactly `n` rows, across the end of an epoch.
+    /// The next `n` rows, continued into the next epoch where one ends.
     pub(crate) fn take(&mut self, n: usize) -> Vec<usize> {
         let mut rows = Vec::with_capacity(n);
         while rows.len() < n && self.n_rows > 0 {

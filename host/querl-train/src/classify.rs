@@ -17,31 +17,31 @@ use std::sync::atomic::AtomicBool;
 /// A tokenised text with a label, a teacher's logits, or both.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LabelledText {
-    /// At least one.
+    /// Token ids; at least one.
     pub tokens: Vec<u32>,
-    /// Below the classifier's number of classes.
+    /// Class id, below the classifier's number of classes; `None` without a label.
     pub label: Option<u32>,
-    /// One logit for each class; read with [`ClassifyTask::distillation`] alone.
+    /// The teacher's logits, one per class; used only with [`ClassifyTask::distillation`].
     pub teacher: Option<Vec<f32>>,
 }
 
-/// A training of a classifier.
+/// Model, data and settings of a classifier training.
 pub struct ClassifyTask<'a> {
     /// The model that is trained.
     pub classifier: &'a Classifier,
-    /// The folder of its base: tokenizer and configuration are copied into checkpoints.
+    /// The folder of the classifier's base model, whose tokenizer and configuration are copied into checkpoints.
     pub base_path: &'a Path,
     /// The training split.
     pub train: &'a [LabelledText],
     /// The validation split, which decides which checkpoint is best; may be empty: then the last one is.
     pub val: &'a [LabelledText],
-    /// Hyperparameters: those of fine-tuning.
+    /// Hyperparameters, the same as for supervised fine-tuning.
     pub config: &'a SftConfig,
-    /// Weight of each class; see [`class_weights`]. `None`: equal weights.
+    /// Loss weight of each class, as from [`class_weights`]; `None`: equal weights.
     pub class_weights: Option<&'a [f32]>,
-    /// Share of the target that is spread over all classes, 0 to below 1.
+    /// Label smoothing: share of the target distribution that is spread evenly over all classes, from 0 to below 1.
     pub label_smoothing: f64,
-    /// Distillation from teachers' logits; excludes class weights.
+    /// Settings of distillation from [`LabelledText::teacher`]; cannot be combined with class weights.
     pub distillation: Option<Distillation>,
     /// Most tokens of one forward and backward pass; results depend on it only by rounding.
     pub tokens_per_pass: usize,
@@ -49,18 +49,18 @@ pub struct ClassifyTask<'a> {
     pub tokens_per_evaluation: usize,
     /// Seeds the order of the data and the dropout.
     pub seed: u64,
-    /// As in [`SftTask`](crate::sft::SftTask).
+    /// Digest of everything that the result depends on, as [`SftTask::fingerprint`](crate::sft::SftTask::fingerprint).
     pub fingerprint: Option<&'a str>,
-    /// Where `best`, `last` and `state` are written.
+    /// Folder in which `best`, `last` and `state` are written.
     pub output_dir: &'a Path,
     /// Where progress is shown.
     pub progress: &'a dyn Progress,
-    /// Set to stop: read before each pass.
+    /// Stop flag, read before each pass.
     pub stop: &'a AtomicBool,
 }
 
-/// Trains, keeps the best and the last checkpoint, and returns a summary; `best` has the least loss on `val`, without class weights
-/// and smoothing. Resumes an earlier call with the same fingerprint.
+/// Trains the classifier, keeps the best and the last checkpoint, and returns a summary; `best` has the least loss on `val`, without
+/// class weights and label smoothing. Resumes an earlier call with the same fingerprint.
 ///
 /// # Errors
 /// No examples, a text without tokens or longer than `max_length`, an unknown class, a wrong number of class weights; otherwise as
@@ -207,12 +207,12 @@ fn check(task: &ClassifyTask<'_>) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// Class weights and label smoothing.
+/// Class weights and label smoothing of the cross-entropy loss.
 #[derive(Debug, Clone, Copy)]
 pub struct Weighting<'a> {
-    /// Weight of each class; `None`: equal weights.
+    /// Loss weight of each class; `None`: equal weights.
     pub weights: Option<&'a [f32]>,
-    /// Share of the target that is spread over all classes.
+    /// Label smoothing: share of the target distribution that is spread evenly over all classes.
     pub smoothing: f64,
 }
 
@@ -227,8 +227,8 @@ impl Weighting<'_> {
     }
 }
 
-/// `N / (K n_c)` for each of K classes, of N examples in all and `n_c` of class c: rare classes weigh as much as common ones. A class
-/// without examples has weight 0.
+/// Balanced class weights: `N / (K n_c)` for class c of K, where `n_c` of the N examples have class c, so that rare classes weigh as
+/// much as common ones. A class without examples has weight 0.
 ///
 /// Source: scikit-learn's `compute_class_weight("balanced")`.
 pub fn class_weights(labels: impl IntoIterator<Item = usize>, n_classes: usize) -> Vec<f32> {
@@ -239,12 +239,12 @@ pub fn class_weights(labels: impl IntoIterator<Item = usize>, n_classes: usize) 
     counts.iter().map(weight).collect()
 }
 
-/// Distillation from a teacher's logits.
+/// Settings of distillation from a teacher's logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Distillation {
-    /// Divides the logits of teacher and student; above 0.
+    /// Temperature that divides the logits of teacher and student; above 0.
     pub temperature: f64,
-    /// Weight of the label, 0 to 1; the teacher has the rest, and all of a row without label.
+    /// Weight of the label's cross-entropy, 0 to 1; the teacher's KL divergence has the rest, and weight 1 for a row without label.
     pub hard_weight: f64,
 }
 

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The newest checkpoint, which the first rank reads and broadcasts. `store`: `Some` on the first rank alone.
+/// The newest checkpoint state with its step, which the first rank reads and broadcasts. `store`: `Some` on the first rank only.
 pub(crate) fn newest_checkpoint(
     ranks: &Ranks,
     store: Option<&StateStore>,
@@ -25,7 +25,7 @@ pub(crate) fn newest_checkpoint(
     Ok(ranks.broadcast(0, mine)?)
 }
 
-/// Called before a pass whose results, and those of the passes since `step`, can be discarded.
+/// Checks the stop flag before a pass at a point where the results of all passes since `step` can be discarded.
 ///
 /// # Errors
 /// The stop flag is set, and this rank is the only one: several ranks agree to stop after a step.
@@ -38,9 +38,9 @@ pub(crate) fn check_stop(ranks: &Ranks, stop: &AtomicBool, stage: &'static str, 
     }
 }
 
-/// Checks that all ranks have the same weights. They start with equal weights and take the same steps; if one of them summed
-/// other bits, a checkpoint of the first rank would not continue the same training. Tensor-parallel ranks compare the variables
-/// that are not sharded.
+/// Checks that all ranks have bit-identical weights. The ranks start with equal weights and take the same steps; if one rank summed other
+/// bits, a checkpoint of the first rank would not continue the same training. Tensor-parallel ranks compare the variables that are not
+/// sharded.
 pub(crate) fn check_equal_weights(
     mesh: &Mesh,
     stage: &'static str,
@@ -88,7 +88,7 @@ pub(crate) fn map_over_ranks<T: Clone + Send + Sync + 'static>(
     Ok(all.into_iter().map(|(_, result)| result).collect())
 }
 
-/// Metrics that are sums over rows, summed over the ranks in rank order.
+/// All-reduces metrics that are sums over rows: adds `mine` of all ranks, in rank order.
 pub(crate) fn all_reduce_metrics(ranks: &Ranks, mine: Metrics) -> Result<Metrics, TrainError> {
     if ranks.world_size() == 1 {
         return Ok(mine);
@@ -100,8 +100,8 @@ pub(crate) fn all_reduce_metrics(ranks: &Ranks, mine: Metrics) -> Result<Metrics
     Ok(sums)
 }
 
-/// The examples of a batch that a rank computes: about equally many tokens per rank, common prefixes kept together. Ascending;
-/// each index belongs to one rank. With few examples a rank may have none.
+/// Indices of the examples of a batch that this rank computes, ascending: about equally many tokens per rank, with examples that share a
+/// prefix on the same rank. Each index belongs to one rank; with few examples a rank may have none.
 pub(crate) fn rank_share(examples: &[&Example], ranks: &Ranks) -> Vec<usize> {
     let (rank, world_size) = (ranks.rank(), ranks.world_size());
     if world_size == 1 {

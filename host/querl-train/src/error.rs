@@ -30,7 +30,7 @@ pub enum TrainError {
         n_dropped: usize,
         n_episodes: usize,
         max_drop_rate: f64,
-        /// The code of most rejections.
+        /// The most frequent rejection code.
         reason: String,
     },
     #[error("{stage} step {step}: {what} is not finite; lower the learning rate or look at the batch before")]
@@ -40,7 +40,7 @@ pub enum TrainError {
     )]
     RolloutDiffers {
         step: u64,
-        /// Per token, in nats.
+        /// Difference of the log-probabilities per token, in nats.
         difference: f64,
         limit: f64,
         measure: &'static str,
@@ -50,7 +50,7 @@ pub enum TrainError {
     )]
     Mismatch {
         step: u64,
-        /// k3, in nats.
+        /// KL (k3 estimate), in nats per token.
         kl: f64,
         max_mismatch_kl: f64,
     },
@@ -66,7 +66,7 @@ pub enum TrainError {
     OutOfMemory {
         stage: &'static str,
         step: u64,
-        /// The step of the checkpoint that was written; `None` if none could be, and an older one remains.
+        /// Step of the checkpoint that was written; `None` if none could be written, and an older checkpoint remains.
         saved: Option<u64>,
         message: String,
     },

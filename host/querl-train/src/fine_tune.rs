@@ -18,7 +18,7 @@ use std::time::Instant;
 
 /// A loss over rows of data, and the variables that are trained.
 pub(crate) trait Objective {
-    /// Name in errors and metrics.
+    /// Name of the stage in errors and metrics.
     fn stage(&self) -> &'static str;
 
     fn n_rows(&self) -> usize;
@@ -39,7 +39,7 @@ pub(crate) trait Objective {
 pub(crate) struct StepLoss {
     pub(crate) loss: f64,
     pub(crate) n_tokens: usize,
-    /// Summed over micro-batches and ranks.
+    /// Gradients summed over micro-batches and ranks.
     pub(crate) gradients: Gradients,
 }
 
@@ -61,15 +61,15 @@ pub struct SftSummary {
     pub n_steps: u64,
     /// Mean training loss of the last evaluation interval.
     pub train_loss: f64,
-    /// Loss on the validation split at the best checkpoint; `None` without such a split.
+    /// Loss on the validation split at the best checkpoint; `None` without a validation split.
     pub best_val_loss: Option<f64>,
     /// Step of the best checkpoint.
     pub best_step: u64,
-    /// Response tokens learned from, counted in every epoch.
+    /// Trained response tokens, counted again in every epoch.
     pub n_tokens: u64,
 }
 
-/// Takes all steps, from the newest checkpoint with the same fingerprint or from the beginning.
+/// Runs the fine-tuning loop from the newest checkpoint with the same fingerprint, or from the beginning.
 pub(crate) fn run(task: &FineTuneTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
     let mut trainer = Trainer::new(task, sink)?;
     let Schedule { rows_per_step, n_steps, .. } = trainer.schedule;
@@ -99,7 +99,7 @@ pub(crate) fn run(task: &FineTuneTask<'_>, sink: &mut dyn MetricSink) -> Result<
     }
 }
 
-/// A mask for each step and rank, which follows from these alone: a resumed run needs no random state. `None` for `p` = 0.
+/// Dropout with a mask that depends only on seed, step and rank, so that a resumed run needs no random state. `None` for `p` = 0.
 pub(crate) fn dropout(p: f64, seed: u64, step: u64, ranks: &Ranks) -> Option<Dropout> {
     let of_step = step.wrapping_mul(0x9e37_79b9_7f4a_7c15); // spreads the step over all bits
     let of_rank = (ranks.rank() as u64).wrapping_mul(0xd1b5_4a32_d192_ed03);
@@ -313,7 +313,7 @@ struct TrainerState {
 struct BestEvaluation {
     step: u64,
     val_loss: Option<f64>,
-    /// Evaluations since then that were no better.
+    /// Number of evaluations since the best one.
     n_worse: usize,
 }
 

@@ -7,7 +7,7 @@ use querl_model::{GradientNorm, Mesh, Ranks, Shard, accelerator_of};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
-/// Gradients by variable name, summed over micro-batches.
+/// Gradients of an optimizer step by variable name, summed over micro-batches.
 #[derive(Clone)]
 pub struct Gradients {
     sums: BTreeMap<String, Sum>,
@@ -15,15 +15,15 @@ pub struct Gradients {
     scale: f32,
     /// The tensor-parallel ranks, which each hold a shard of some variables.
     tensor: Ranks,
-    /// Norm and scale on an accelerator, if the gradients are there.
+    /// Gradient norm and clipping scale in device memory, if the gradients are on an accelerator.
     on_device: Option<GradientNorm>,
 }
 
 #[derive(Debug, Clone)]
 enum Sum {
-    /// From the backward pass; its storage may be shared.
+    /// Gradient from the backward pass; its storage may be shared.
     Borrowed(Tensor),
-    /// Not shared: added to in place.
+    /// Gradient whose storage is not shared; further gradients are added in place.
     Owned(Var),
 }
 
@@ -54,8 +54,8 @@ impl Sum {
     }
 }
 
-/// Values of an all-reduce bucket, unless one variable has more: 32 MiB reach full bandwidth and are small next to a base model.
-/// torch's `DistributedDataParallel` has buckets of 25 MiB.
+/// Maximum number of f32 values in an all-reduce bucket, unless one variable has more: 32 MiB reach full bandwidth and are small next to a
+/// base model. torch's `DistributedDataParallel` has buckets of 25 MiB.
 pub const BUCKET: usize = 8 << 20;
 
 /// Variables in order, as many per bucket as fit.
@@ -74,8 +74,8 @@ fn buckets<'a>(vars: impl Iterator<Item = (&'a String, &'a Var)>) -> Vec<Vec<(&'
     buckets
 }
 
-/// Values per thread at a time. Sums are formed per chunk and then in chunk order, so that they do not depend on the number of
-/// threads.
+/// Number of values in a chunk, the unit of work of a thread. Sums are formed per chunk and then in chunk order, so that they do not depend
+/// on the number of threads.
 pub(crate) const CHUNK: usize = 1 << 15;
 
 impl Default for Gradients {
@@ -102,8 +102,8 @@ impl Gradients {
         Ok(())
     }
 
-    /// All-reduces the gradients over the data-parallel ranks, before [`clip`](Self::clip). `vars`: the same variables on every
-    /// rank (or its shards of them); a rank may have no gradient for some.
+    /// All-reduces the gradients over the data-parallel ranks, before [`clip`](Self::clip). `vars`: the same variables on every rank, or
+    /// the rank's shards of these; a rank may have no gradient for some.
     ///
     /// # Errors
     /// A rank has failed; a gradient is not f32; a GPU is out of memory.
@@ -146,7 +146,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Global norm over all gradients.
+    /// Global L2 norm of all gradients.
     ///
     /// # Errors
     /// A gradient is not f32.
@@ -173,7 +173,7 @@ impl Gradients {
         Ok(sum)
     }
 
-    /// Scales down to a global norm of at most `max_norm`. Returns the norm before.
+    /// Scales the gradients to a global norm of at most `max_norm`. Returns the norm before clipping.
     ///
     /// # Errors
     /// A gradient is not f32.
@@ -193,10 +193,10 @@ impl Gradients {
         Ok(norm)
     }
 
-    /// One variable's gradient after clipping, row-major.
+    /// Gradient of variable `name` after clipping, row-major; `None` if the variable has no gradient.
     ///
     /// # Errors
-    /// It is not f32.
+    /// The gradient is not f32.
     pub fn get(&self, name: &str) -> Result<Option<Vec<f32>>, TrainError> {
         let scaled = |values: &[f32]| values.iter().map(|g| g * self.scale).collect();
         Ok(self.sums.get(name).map(|sum| tensor_data::read(sum.tensor(), scaled)).transpose()?)
@@ -206,12 +206,12 @@ impl Gradients {
         self.sums.values().map(Sum::tensor)
     }
 
-    /// Norm and scale on an accelerator; `None` before clipping.
+    /// Gradient norm and clipping scale in device memory; `None` before clipping, and on the CPU.
     pub(crate) fn on_device(&self) -> Option<&GradientNorm> {
         self.on_device.as_ref()
     }
 
-    /// One variable's gradient before clipping, and the scale.
+    /// Gradient of variable `name` before clipping, and the clipping scale to multiply it by; `None` if the variable has no gradient.
     pub(crate) fn unscaled(&self, name: &str) -> Option<(&Tensor, f32)> {
         Some((self.sums.get(name)?.tensor(), self.scale))
     }

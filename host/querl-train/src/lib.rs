@@ -37,24 +37,24 @@ pub use rl::health::{Health, ValidationProgress};
 
 use std::collections::BTreeMap;
 
-/// Values of one step, by verl's names.
+/// Metrics of one step: value by name, with the names of verl.
 pub type Metrics = BTreeMap<String, f64>;
 
-/// Receives metrics: a file, a chart.
+/// Destination of training metrics, such as a file or TensorBoard.
 pub trait MetricSink {
-    /// Metrics of one step of `stage` (`sft`, `rl`).
+    /// Records the metrics of one step of `stage` (`sft`, `rl`).
     ///
     /// # Errors
-    /// They cannot be written.
+    /// The metrics cannot be written.
     fn record(&mut self, stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()>;
 
-    /// Syncs what was recorded to disk and returns its length, which a checkpoint keeps.
+    /// Syncs the recorded metrics to disk and returns the length of the log, which a checkpoint keeps.
     ///
     /// # Errors
-    /// It cannot be synced.
+    /// The log cannot be synced.
     fn mark(&mut self) -> std::io::Result<u64>;
 
-    /// Removes what was recorded after [`mark`](Self::mark) returned `mark`, in this process or an earlier one.
+    /// Removes all metrics recorded after [`mark`](Self::mark) returned `mark`, in this process or an earlier one.
     ///
     /// # Errors
     /// The log cannot be truncated.

@@ -13,14 +13,14 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Hyperparameters of AdamW without the learning rate.
+/// Hyperparameters of AdamW other than the learning rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWSettings {
     /// Decay rate of the first moment.
     pub beta1: f64,
     /// Decay rate of the second moment.
     pub beta2: f64,
-    /// Added to the square root of the second moment.
+    /// Term added to the square root of the second moment for numerical stability.
     pub eps: f64,
     /// Decoupled weight decay of matrices; vectors (norms, biases) are not decayed.
     pub weight_decay: f64,
@@ -32,7 +32,7 @@ impl Default for AdamWSettings {
     }
 }
 
-/// AdamW over named variables, in place.
+/// AdamW optimizer over named variables, which it updates in place.
 ///
 /// Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"; torch `AdamW`.
 #[derive(Debug)]
@@ -60,12 +60,12 @@ impl Moments {
 }
 
 impl AdamW {
-    /// An optimizer before its first step.
+    /// Creates an optimizer that has taken no step.
     pub fn new(settings: AdamWSettings) -> Self {
         Self { settings, n_steps: 0, moments: BTreeMap::new(), device_moments: DeviceMoments::default() }
     }
 
-    /// Takes one step. A variable without a gradient is unchanged.
+    /// Takes one optimizer step. A variable without a gradient is unchanged.
     ///
     /// # Errors
     /// A variable or its gradient is not f32, or its shape has changed.
@@ -101,7 +101,7 @@ impl AdamW {
     /// Saves moments and the number of steps under `prefix`.
     ///
     /// # Errors
-    /// A number has no JSON form; does not happen.
+    /// Never in practice: only a number without a JSON form is an error.
     pub fn save(&self, prefix: &str, state: &mut State) -> Result<(), TrainError> {
         state.put(&format!("{prefix}.n_steps"), &self.n_steps)?;
         for (name, moments) in &self.moments {
@@ -112,10 +112,10 @@ impl AdamW {
         Ok(())
     }
 
-    /// Restores what [`save`](Self::save) saved for the optimizer of `vars`. Variables that had no gradient have no moments.
+    /// Restores the moments and step count that [`save`](Self::save) stored under `prefix`. Variables that had no gradient have no moments.
     ///
     /// # Errors
-    /// It is missing, incomplete, or of variables with other names or shapes.
+    /// The saved optimizer state is missing or incomplete, or its variables have other names or shapes than `vars`.
     pub fn restore(&mut self, prefix: &str, state: &State, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
         let n_steps = state.get(&format!("{prefix}.n_steps"))?;
         let mut seconds = state.shared(&format!("{prefix}.second"))?;
@@ -254,8 +254,8 @@ impl DeviceMoments {
     }
 }
 
-/// The factor of optimizer step `step`, which counts from 0, of `n_steps`: rises linearly over `n_warmup` steps, then falls to zero
-/// along half a cosine or linearly, or is 1.
+/// Learning-rate factor of optimizer step `step` (from 0) of `n_steps`: rises linearly over `n_warmup` steps, then falls to 0 along half a
+/// cosine or linearly, or stays 1, by `kind`.
 ///
 /// Source: transformers `get_{cosine,linear,constant}_schedule_with_warmup`.
 pub fn lr_factor(kind: LrScheduler, step: u64, n_warmup: u64, n_steps: u64) -> f64 {

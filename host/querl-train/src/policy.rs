@@ -6,22 +6,22 @@ use querl_model::{Decoder, Dropout, Keep, LoraAdapter, PackedBatch, Pass, Recomp
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// A prompt and the response to it, as tokens.
+/// A prompt and its response, as token ids.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Example {
-    /// At least one token.
+    /// Token ids of the prompt; at least one.
     pub prompt: Vec<u32>,
-    /// Ends with the end-of-sequence token, unless truncated.
+    /// Token ids of the response; the last is the end-of-sequence token, unless the response is truncated.
     pub response: Vec<u32>,
 }
 
 impl Example {
-    /// Tokens of both.
+    /// Number of tokens of prompt and response together.
     pub fn len(&self) -> usize {
         self.prompt.len() + self.response.len()
     }
 
-    /// The decoder's input tokens: all but the last, from which nothing is predicted.
+    /// The input tokens of the decoder: all tokens except the last, which is only predicted.
     pub fn computed(&self) -> impl Iterator<Item = u32> + '_ {
         self.prompt.iter().chain(&self.response).copied().take(self.n_computed())
     }
@@ -30,44 +30,44 @@ impl Example {
         self.len() - usize::from(!self.response.is_empty())
     }
 
-    /// True without any token.
+    /// Whether prompt and response are both empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// A base model and its adapter.
+/// A base model with a LoRA adapter, or without one.
 #[derive(Clone, Copy)]
 pub struct Policy<'a> {
-    /// The base; shared by policy, reference and critic.
+    /// The base model, shared by policy, reference and critic.
     pub decoder: &'a Decoder,
-    /// `None` is the bare base.
+    /// The adapter; `None`: the base alone.
     pub adapter: Option<&'a LoraAdapter>,
 }
 
-/// Output of a forward pass, for the N response tokens of a batch.
+/// Output of a forward pass for the response tokens of a batch, N in all.
 pub(crate) struct ResponseLogprobs {
-    /// `(N, H)`: the hidden state that each response token was predicted from.
+    /// Hidden state that each response token was predicted from: `(N, H)`.
     pub(crate) hidden: Tensor,
-    /// `(N, 2)`: log-probability and entropy.
+    /// Log-probability of each response token, and entropy of the distribution it comes from: `(N, 2)`.
     pub(crate) logprobs: Tensor,
 }
 
 impl ResponseLogprobs {
-    /// One row of log-probabilities per response.
+    /// Log-probabilities split into one row per response.
     pub(crate) fn rows(&self, examples: &[&Example]) -> Result<Vec<Vec<f32>>, TrainError> {
         Ok(rows_of(&self.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?, examples))
     }
 }
 
 impl Policy<'_> {
-    /// Variables of the adapter, or of the base where there is none.
+    /// Trainable variables by name: those of the adapter, or of the base if there is no adapter.
     pub fn vars(&self) -> &BTreeMap<String, Var> {
         self.adapter.map_or(self.decoder.vars(), LoraAdapter::vars)
     }
 
-    /// Log-probabilities and entropies of all response tokens of a batch, logits divided by the temperature. Common prefixes of the
-    /// examples are computed once; [`querl_model::backward`] computes the gradients of checkpointed layers.
+    /// Log-probabilities and entropies of all response tokens of a batch, with logits divided by the temperature. Common prefixes of the
+    /// examples are computed once; call [`querl_model::backward`] for the gradients, since layers may be checkpointed.
     pub(crate) fn response_logprobs(
         &self,
         examples: &[&Example],
@@ -80,7 +80,7 @@ impl Policy<'_> {
         Ok(ResponseLogprobs { hidden, logprobs })
     }
 
-    /// Hidden states from which each response token of the batch is predicted: `(N, H)` for N response tokens in all.
+    /// Hidden state that each response token of the batch is predicted from: `(N, H)` for N response tokens in all.
     pub(crate) fn response_hidden(
         &self,
         examples: &[&Example],
@@ -101,9 +101,9 @@ impl Policy<'_> {
 /// Options of a training pass; the default is a pass for inference.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct TrainingPass<'a> {
-    /// On the inputs of the adapted layers.
+    /// Dropout on the inputs of the adapted linear layers.
     pub(crate) dropout: Option<Dropout>,
-    /// Which activations layers save, and where they put gradients.
+    /// Gradient checkpointing: which activations layers save, and where the backward pass puts gradients.
     pub(crate) recompute: Option<&'a Recompute>,
 }
 

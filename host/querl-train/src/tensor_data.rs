@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, Var};
 use std::cell::Cell;
 
-/// Reads a tensor's values, row-major. Strided tensors and those on another device are copied.
+/// Calls `read` with a tensor's values, row-major. Strided tensors, and tensors that are not on the CPU, are copied.
 pub(crate) fn read<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> Result<R> {
     {
         let (storage, layout) = tensor.storage_and_layout();
@@ -14,7 +14,7 @@ pub(crate) fn read<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> Result
     Ok(read(&tensor.flatten_all()?.to_vec1::<f32>()?))
 }
 
-/// Modifies a variable's values in place, row-major.
+/// Calls `modify` with a variable's values, row-major, to change them in place.
 pub(crate) fn modify(var: &Var, modify: impl FnOnce(&mut [f32])) -> Result<()> {
     if var.device().is_cpu() {
         return var.as_tensor().inplace_op1(&Modify(Cell::new(Some(modify))));

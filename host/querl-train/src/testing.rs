@@ -40,7 +40,7 @@ impl Recorder {
         steps.map(|step| self.get(step, name)).sum::<f64>() / n
     }
 
-    /// All metrics but those of time and memory.
+    /// All recorded metrics by step, except time and memory.
     pub(crate) fn results(&self) -> Vec<(u64, Metrics)> {
         let is_result = |name: &str| !name.starts_with("timing_s/") && !name.starts_with("perf/");
         let of_step = |(step, metrics): &(u64, Metrics)| {
@@ -51,7 +51,7 @@ impl Recorder {
     }
 }
 
-/// Records metrics after `on_record` has seen them.
+/// A metric sink that calls `on_record` with the metrics before it records them.
 pub(crate) struct Watched<F> {
     pub(crate) recorder: Recorder,
     pub(crate) on_record: F,
@@ -76,7 +76,7 @@ thread_local! {
     static OUT_OF_MEMORY: Cell<Option<(u64, &'static str)>> = const { Cell::new(None) };
 }
 
-/// The next call of [`out_of_memory_at`] on this thread with this step and phase fails as CUDA does.
+/// Lets the next call of [`out_of_memory_at`] on this thread with this step and phase fail with CUDA's out-of-memory error.
 pub(crate) fn inject_out_of_memory(step: u64, phase: &'static str) {
     OUT_OF_MEMORY.set(Some((step, phase)));
 }
@@ -93,7 +93,7 @@ thread_local! {
     static STOP_AT: Cell<usize> = const { Cell::new(0) };
 }
 
-/// This call of [`stop_if_due`] on this thread, from 1, sets the stop flag; 0 for none.
+/// Sets which call of [`stop_if_due`] on this thread, counted from 1, sets the stop flag; 0: none.
 pub(crate) fn stop_at_call(call: usize) {
     STOP_AT.set(call);
 }
@@ -104,7 +104,7 @@ pub(crate) fn stop_if_due(stop: &AtomicBool) {
     STOP_AT.set(call.saturating_sub(1));
 }
 
-/// A GPU; in `tests/cuda/run.sh` a simulated one.
+/// The GPU with this index; a simulated GPU in `tests/cuda/run.sh`.
 pub(crate) fn gpu(index: usize) -> Result<ComputeDevice, TrainError> {
     querl_cuda::install();
     Ok(ComputeDevice::open_gpu(index)?)

@@ -1,4 +1,5 @@
-//! Conversations of the inverse cloze task: words of a passage's sentence are the query, and title and rare words of the sentence the rewrite.
+//! Synthetic conversations of the inverse cloze task: the query is words of a sentence of a passage, the rewrite is the passage's title and
+//! rare words of the sentence.
 //!
 //! Source: Lee et al. 2019, "Latent Retrieval for Weakly Supervised Open Domain Question Answering", section 4, where the sentence is the query
 //! and the passage without it the evidence. Departures: a run of the sentence's words in place of all of them, a question word, an entity that
@@ -33,22 +34,22 @@ const MAX_RARE_WORDS: usize = 3;
 /// A shorter word is a particle or a letter.
 const MIN_RARE_CHARS: usize = 2;
 
-/// A pseudo-query with its history and the rewrite to learn.
+/// A synthetic query with its history and the target rewrite.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Conversation {
     pub(super) query: String,
-    /// Empty without earlier turns.
+    /// History summary; empty if the conversation has no earlier turns.
     pub(super) history: String,
-    /// At least one word.
+    /// Target rewrite; at least one word.
     pub(super) target: String,
 }
 
-/// Draws conversations from passages.
+/// Generator of random conversations from passages.
 pub(super) struct ConversationGenerator<'a> {
     segmenter: &'a WordSegmenter,
     phrases: Phrases,
     sources: Vec<ConversationSource>,
-    /// Each once, in order.
+    /// Entities of the passages, without duplicates, in order.
     entities: Vec<String>,
     /// Words of the passages as they are written, each once, in order: invented entities consist of them.
     vocabulary: Vec<String>,
@@ -94,7 +95,7 @@ impl<'a> ConversationGenerator<'a> {
         Self { segmenter, phrases, sources, entities: names, vocabulary, frequencies }
     }
 
-    /// Whether no passage has a sentence with a word: then nothing can be drawn.
+    /// Whether no passage has a sentence with a word, so that no conversation can be drawn.
     pub(super) fn is_empty(&self) -> bool {
         self.sources.is_empty()
     }

@@ -1,4 +1,4 @@
-//! Entities of a knowledge base: what several titles begin with is the name of a product, a contract, a place.
+//! Entities of a knowledge base: a prefix that several titles share is taken as the name of a product, a contract or a place.
 
 use super::phrases::Phrases;
 use querl_data::WordSegmenter;
@@ -7,8 +7,8 @@ use querl_data::WordSegmenter;
 const MIN_CHARS_SPACED: usize = 5;
 const MIN_CHARS_UNSPACED: usize = 3;
 
-/// For each title the longest run of words that it and another title begin with. `None` where there is none, where it is short, and where it
-/// begins a question.
+/// Entity of each title: the longest run of words that both this title and another one begin with. `None` if there is none, if it is short,
+/// or if it begins a question.
 pub(super) fn entities(titles: &[&str], segmenter: &WordSegmenter, phrases: &Phrases) -> Vec<Option<String>> {
     let mut sorted: Vec<&str> = titles.to_vec();
     sorted.sort_unstable();
@@ -25,7 +25,7 @@ pub(super) fn entities(titles: &[&str], segmenter: &WordSegmenter, phrases: &Phr
     titles.iter().map(entity).collect()
 }
 
-/// The rest of a title behind its entity.
+/// The part of a title after its entity; the whole title if it has no entity.
 pub(super) fn topic<'t>(title: &'t str, entity: Option<&str>) -> &'t str {
     let rest = entity.and_then(|entity| title.strip_prefix(entity));
     rest.map_or(title, |rest| rest.trim_start_matches(is_separator)).trim()

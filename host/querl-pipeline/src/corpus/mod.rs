@@ -42,29 +42,29 @@ const MESSAGE_TOKENS: usize = 32;
 /// Lines between updates of the progress.
 const UPDATE_LINES: usize = 100;
 
-/// Size and seed of a corpus.
+/// Size and seed of a pretraining corpus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CorpusSettings {
-    /// Lines; `None` for 48,000, or 12 for each text where that is more.
+    /// Number of lines; `None`: 48,000, or 12 per text if that is more.
     pub n_lines: Option<usize>,
-    /// Decides what is drawn, and the order of the lines.
+    /// Seed of the random conversations and of the order of the lines.
     pub seed: u64,
 }
 
-/// What was written.
+/// Summary of a written corpus.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CorpusSummary {
     /// Language of the passages, configured or detected.
     pub language: Language,
-    /// Passages of the knowledge base.
+    /// Number of passages of the knowledge base.
     pub n_passages: usize,
-    /// Lines that are texts, copies included.
+    /// Number of lines that are texts, copies included.
     pub n_texts: usize,
-    /// Lines that are conversations.
+    /// Number of lines that are conversations.
     pub n_conversations: usize,
-    /// UTF-8 bytes of passages and titles, each text once.
+    /// UTF-8 bytes of passages and titles, each distinct text counted once.
     pub text_bytes: usize,
-    /// Upper limit for the tokens of any line.
+    /// Bytes of the longest line, an upper limit for the tokens of any line.
     pub longest_line_bytes: usize,
 }
 
@@ -85,7 +85,7 @@ impl CorpusLine<'_> {
     }
 }
 
-/// Writes the corpus to `out`, which is replaced when it is complete.
+/// Writes a pretraining corpus to `out`; an existing file is replaced once the new one is complete.
 ///
 /// # Errors
 /// There is no knowledge base or it cannot be read, too few lines for it, the prompt plugin cannot be used, or the file cannot be written.
@@ -205,7 +205,7 @@ mod tests {
     use querl_core::ports::{ParsedJudgement, PluginFault};
     use querl_core::records::Rejection;
 
-    /// Its prompts are not read.
+    /// A prompt plugin that returns empty prompts.
     struct NoPrompts;
 
     impl Prompts for NoPrompts {

@@ -8,8 +8,8 @@ pub(super) fn sentences(text: &str) -> Vec<&str> {
     sentence_spans(text).into_iter().map(str::trim).filter(|sentence| !sentence.is_empty()).collect()
 }
 
-/// Title and text as lines of at most 400 characters, cut between sentences; each begins with the title. A longer sentence is cut where it has
-/// to be.
+/// Splits a passage into lines of at most 400 characters that each begin with the title, cut between sentences. A sentence that is too long
+/// is cut within.
 pub(super) fn text_pieces(title: &str, text: &str) -> Vec<String> {
     let heading = if title.is_empty() { String::new() } else { format!("{title}\n") };
     let budget = MAX_CHARS.saturating_sub(heading.chars().count()).max(MAX_CHARS / 2);

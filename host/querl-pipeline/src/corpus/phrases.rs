@@ -1,20 +1,20 @@
-//! Question words and remarks about earlier turns, by language. They are the words of any user; none is from a query table.
+//! Question words and remarks about earlier turns, by language. They are general words; none is from a query table.
 
 use querl_core::config::Language;
 
-/// What the name of an entity replaces in a remark.
+/// Placeholder in a remark for the name of the entity.
 pub(super) const ENTITY: &str = "ENTITY";
-/// What the name of another entity replaces.
+/// Placeholder in a remark for the name of another entity, which is mentioned but not meant.
 pub(super) const OTHER: &str = "OTHER";
 
-/// Words of one language around a query. Empty lists where none are known: queries then have no question word.
+/// Question words and remarks of one language. If the lists of question words are empty, queries have no question word.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Phrases {
-    /// In front of a query.
+    /// Question words in front of a query.
     pub(super) before: &'static [&'static str],
-    /// Behind it.
+    /// Question words after a query.
     pub(super) after: &'static [&'static str],
-    /// Summaries of a history in which an entity is named; with one that is mentioned and not meant in addition.
+    /// History summaries with the placeholder [`ENTITY`], some also with [`OTHER`].
     pub(super) histories: &'static [&'static str],
 }
 
@@ -80,7 +80,7 @@ impl Phrases {
         }
     }
 
-    /// Whether a text begins with a question word, as the titles of a list of questions do.
+    /// Whether a text begins with a question word, as titles of FAQ entries do.
     pub(super) fn begins_question(&self, text: &str) -> bool {
         let text = text.to_lowercase();
         let begins = |phrase: &str| {

@@ -1,4 +1,4 @@
-//! `pretrain.toml`: vocabulary and shape of a small model, chosen by the size of the texts that it learns.
+//! `pretrain.toml`: vocabulary and shape of a small model, chosen by the size of its pretraining texts.
 
 use serde::Serialize;
 
@@ -63,34 +63,34 @@ const POSITIONS: usize = 512;
 const EPOCHS: usize = 2;
 const BATCH_SIZE: usize = 32;
 
-/// What `querl model pretrain` makes of a corpus.
+/// Shape and training length of the small model that `querl model pretrain` trains on a corpus.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Recipe {
-    /// Tokens of the tokenizer.
+    /// Vocabulary size of the tokenizer.
     pub vocab_size: usize,
-    /// Width of the residual.
+    /// Hidden size.
     pub hidden_size: usize,
-    /// Width of the feed-forward layer.
+    /// Intermediate size of the MLP.
     pub intermediate_size: usize,
-    /// Layers.
+    /// Number of decoder layers.
     pub n_layers: usize,
-    /// Attention heads.
+    /// Number of attention heads.
     pub n_heads: usize,
-    /// Heads for keys and values.
+    /// Number of key-value heads (grouped-query attention).
     pub n_kv_heads: usize,
-    /// Most tokens of a sequence: no line of the corpus is longer.
+    /// Maximum number of tokens of a sequence; no line of the corpus is longer.
     pub max_positions: usize,
     /// Peak learning rate.
     pub learning_rate: f64,
-    /// Steps that see each line twice.
+    /// Number of optimizer steps, with which each line is trained on twice.
     pub n_steps: usize,
-    /// Why this size.
+    /// Why this size was chosen, as a comment for the file.
     pub reason: &'static str,
 }
 
 impl Recipe {
-    /// For a corpus of `n_lines` lines, the longest of `longest_line_bytes`, of `text_bytes` of texts that differ. A byte-level tokenizer makes at
-    /// most one token of a byte.
+    /// Recipe for a corpus of `n_lines` lines whose longest has `longest_line_bytes`, with `text_bytes` of distinct texts. A byte-level
+    /// tokenizer has at most one token per byte.
     pub fn of(text_bytes: usize, longest_line_bytes: usize, n_lines: usize) -> Self {
         let [small, medium, large] = &SIZES;
         let size = [small, medium].into_iter().find(|size| text_bytes <= size.max_bytes).unwrap_or(large);
@@ -108,7 +108,7 @@ impl Recipe {
         }
     }
 
-    /// The file. `corpus` and `output_dir` are paths against its folder, or absolute.
+    /// Text of `pretrain.toml`. `corpus` and `output_dir` are paths relative to the folder of the file, or absolute.
     pub fn to_toml(&self, corpus: &str, output_dir: &str, seed: u64) -> String {
         let quoted = |text: &str| toml::Value::String(text.to_owned());
         let Self { vocab_size, hidden_size, intermediate_size, n_layers, n_heads, n_kv_heads, .. } = self;

@@ -1,9 +1,9 @@
-//! What the tests of this module share.
+//! Helpers of the tests of this module.
 
 use querl_core::config::{Language, RetrievalConfig};
 use querl_data::{Passage, WordSegmenter};
 
-/// The segmentation of a configuration with this language.
+/// The word segmenter of a configuration with this language.
 pub(super) fn segmenter(language: Language) -> WordSegmenter {
     let config: RetrievalConfig = toml::from_str("kind = 'embedded'").unwrap();
     WordSegmenter::open(&RetrievalConfig { language, ..config }).unwrap()

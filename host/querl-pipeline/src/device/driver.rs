@@ -23,19 +23,19 @@ const OLDEST: u32 = 12_000;
 /// Result of probing for the driver.
 #[derive(Debug)]
 pub enum Probe {
-    /// No driver on this machine.
+    /// This machine has no CUDA driver.
     Absent,
-    /// The driver does not work; the reason.
+    /// The driver does not work, with the reason.
     Broken(String),
     /// The driver works.
     Present(Driver),
 }
 
-/// A working driver.
+/// A working CUDA driver.
 #[derive(Debug)]
 pub struct Driver {
     library: libloading::Library,
-    /// The newest CUDA it supports: 13000 is 13.0.
+    /// Newest CUDA version that the driver supports: 13000 is 13.0.
     pub cuda: u32,
     /// GPUs in the driver's order.
     pub gpus: Vec<Gpu>,
@@ -44,15 +44,15 @@ pub struct Driver {
 /// A GPU as the driver describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
-    /// Product name.
+    /// Product name, as reported by the driver.
     pub name: String,
-    /// Total memory.
+    /// Total memory in bytes.
     pub memory_bytes: u64,
     /// Compute capability: 90 is 9.0.
     pub capability: u32,
 }
 
-/// 13000 as `13.0`.
+/// Formats a CUDA version: 13000 as `13.0`.
 pub fn version_name(cuda: u32) -> String {
     format!("{}.{}", cuda / 1000, cuda % 1000 / 10)
 }
@@ -118,7 +118,7 @@ impl Driver {
         Ok(Self { library, cuda, gpus })
     }
 
-    /// Free memory of a GPU.
+    /// Free memory of the GPU with this index, in bytes.
     ///
     /// # Errors
     /// The driver reports an error.
@@ -208,16 +208,16 @@ const LIBRARY_VARIABLE: &str = "QUERL_CUDA_LIBRARY";
 
 const LIBRARY_FILE: &str = "libquerl_cuda.so";
 
-/// A library of the program's version.
+/// An opened `libquerl_cuda` whose version is that of this program.
 #[derive(Debug)]
 pub struct OpenedLibrary {
     /// The opened library.
     pub library: Library,
-    /// Path of its file.
+    /// Path of the library's file.
     pub path: PathBuf,
 }
 
-/// Opens the library that the environment names, or the one in the folder of the program.
+/// Opens `libquerl_cuda`: at the path in `QUERL_CUDA_LIBRARY`, or in one of the default folders near the program.
 ///
 /// # Errors
 /// There is none, it cannot be opened, or it is of another version.

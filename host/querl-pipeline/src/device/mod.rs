@@ -35,17 +35,17 @@ enum Backend {
     Gpus(OpenedLibrary, Vec<UsedGpu>),
 }
 
-/// Settings that a GPU may not support.
+/// Settings of a job that a GPU may not support.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DeviceRequirements<'a> {
     pub model: &'a ModelConfig,
     pub sft: &'a SftConfig,
-    /// `None` where the model is not there yet.
+    /// Attention shape of the model; `None` if the model is not downloaded yet.
     pub attention: Option<AttentionShape>,
     pub gpu_use: GpuUse,
 }
 
-/// What of a model's attention a GPU may not support.
+/// Properties of a model's attention that a GPU may not support.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionShape {
     pub head_dim: usize,
@@ -90,7 +90,7 @@ impl Executor {
         Self { backend: Backend::InProcess, n_ranks: 1, choice: Mutex::new(None) }
     }
 
-    /// The executor for a checked configuration. `gpu_use`: what the stages that run do.
+    /// Chooses the executor for a checked configuration. `gpu_use`: what the GPU is used for in the stages that run.
     pub(crate) fn choose(config: &Config, gpu_use: GpuUse) -> Result<Self, Stop> {
         Self::of(&config.device, &DeviceRequirements::of(config, gpu_use)?)
     }
@@ -116,7 +116,7 @@ impl Executor {
         }
     }
 
-    /// Checks that a GPU can generate with another model than the configured one; the key `key` names it.
+    /// Checks that the GPU, if one is used, can generate with the model in `folder`, which the configuration key `key` names.
     pub(crate) fn check_answers_of(&self, key: &str, folder: &Path) -> Result<(), Stop> {
         if self.gpu().is_none() {
             return Ok(());
@@ -144,7 +144,7 @@ impl Executor {
         }
     }
 
-    /// The GPU; of several the one with the least free memory.
+    /// The GPU with the least free memory of those in use; `None` on the CPU.
     pub(crate) fn gpu(&self) -> Option<&UsedGpu> {
         match &self.backend {
             Backend::Gpus(_, used) => used.iter().min_by_key(|used| used.free_bytes.unwrap_or(used.gpu.memory_bytes)),
@@ -152,8 +152,8 @@ impl Executor {
         }
     }
 
-    /// What decides the last bits of a training, for fingerprints: compute capability, version of CUDA, kernels, number of ranks. `None`
-    /// for one rank on the CPU, which computes the same in the program and in the library.
+    /// Properties that affect the last bits of training results, for fingerprints: compute capability, CUDA version, kernels, number of
+    /// ranks. `None` for one rank on the CPU, which computes the same bits in the program and in the library.
     pub(crate) fn arithmetic(&self) -> Option<String> {
         let device = match &self.backend {
             Backend::InProcess | Backend::LibraryOnCpu(_) => (self.n_ranks > 1).then(|| "cpu".to_owned())?,
@@ -218,7 +218,7 @@ impl Executor {
     }
 }
 
-/// Of one GPU with this compute capability.
+/// The fingerprint text of the arithmetic of one GPU with this compute capability.
 fn arithmetic_of(Description { cuda, kernels, .. }: &Description, capability: u32) -> String {
     let cuda = cuda.map(version_name).unwrap_or_default();
     format!("cuda {cuda}, capability {capability}, kernels {kernels}")
@@ -227,7 +227,7 @@ fn arithmetic_of(Description { cuda, kernels, .. }: &Description, capability: u3
 /// NCCL's version, such as `2.28.9`.
 ///
 /// # Errors
-/// It cannot be opened, or is older than required.
+/// NCCL cannot be opened, or is older than required.
 pub fn nccl() -> Result<String, DeviceUnavailable> {
     querl_model::nccl_version().map_err(|error| DeviceUnavailable(error.to_string()))
 }
@@ -309,10 +309,10 @@ fn no_such_gpu(driver: &Driver, index: usize) -> DeviceUnavailable {
     ))
 }
 
-/// Whether a library's code runs on a GPU whose driver supports `driver_cuda`.
+/// Checks that the library's code runs on a GPU whose driver supports CUDA version `driver_cuda`.
 ///
 /// # Errors
-/// It does not.
+/// The driver is too old for the library, or the library has no kernels for the GPU.
 pub fn check_fit(driver_cuda: u32, gpu: &Gpu, library: &Description) -> Result<(), DeviceUnavailable> {
     let Some(cuda) = library.cuda else {
         return Err(DeviceUnavailable(
@@ -338,7 +338,7 @@ pub fn check_fit(driver_cuda: u32, gpu: &Gpu, library: &Description) -> Result<(
     }
 }
 
-/// 90 as `9.0`.
+/// Formats a compute capability: 90 as `9.0`.
 pub fn capability_name(capability: u32) -> String {
     format!("{}.{}", capability / 10, capability % 10)
 }

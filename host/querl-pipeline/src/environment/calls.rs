@@ -13,7 +13,7 @@ pub(crate) enum CallError {
 }
 
 impl CallError {
-    /// The failure of a call that exceeded the deadline.
+    /// The call's failure, if the call exceeded the deadline.
     pub(crate) fn deadline_failure(&self) -> Option<CallFailure> {
         matches!(self, Self::DeadlineExceeded(_)).then(|| self.clone().into_failure())
     }
@@ -29,7 +29,7 @@ impl CallError {
     }
 }
 
-/// The response of `call`, unless the deadline passes first.
+/// Awaits `call` for at most the deadline.
 pub(crate) async fn within<T>(
     deadline: Option<Duration>,
     call: impl Future<Output = Result<T, CallFailure>>,
@@ -41,7 +41,7 @@ pub(crate) async fn within<T>(
     }
 }
 
-/// Runs `calls`, at most `n_at_once` concurrently; the responses in order, and the seconds that all took.
+/// Runs `calls`, at most `n_at_once` concurrently. Returns the responses in order, and the wall-clock seconds of all calls together.
 pub(crate) async fn all<F: Future>(calls: Vec<F>, n_at_once: usize) -> (Vec<F::Output>, f64) {
     // The body runs at the first poll, so that the clock starts with the calls.
     let started = Instant::now();
@@ -56,7 +56,7 @@ pub(crate) async fn all<F: Future>(calls: Vec<F>, n_at_once: usize) -> (Vec<F::O
 /// Maximum number of cached responses; a fuller cache is cleared at the next look-up.
 const MAX_CACHED_RESPONSES: usize = 100_000;
 
-/// Identifies a call: a query, a rewrite, and the rewrite that it is compared with.
+/// Cache key of a call: a query, a rewrite, and the rewrite that it is compared with.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct CallKey<'a> {
     pub query: &'a QueryRow,
@@ -73,7 +73,7 @@ impl CallKey<'_> {
     }
 }
 
-/// Successful responses; failed calls are made again.
+/// Cache of successful responses; failed calls are made again.
 #[derive(Debug)]
 pub(crate) struct CallCache<T> {
     known: Mutex<HashMap<Key, T>>,
@@ -98,7 +98,7 @@ enum Slot<T> {
 }
 
 impl<T: Clone> CallCache<T> {
-    /// Splits `calls` into cached and new ones; `new` has each call once.
+    /// Looks up calls in the cache, and lists those without a cached response, each once.
     pub(crate) fn look_up<'a>(&self, questions: &[CallKey<'a>]) -> CacheLookup<'a, T> {
         let mut known = self.known();
         if known.len() > MAX_CACHED_RESPONSES {
@@ -119,7 +119,8 @@ impl<T: Clone> CallCache<T> {
         CacheLookup { slots, new }
     }
 
-    /// One response per call that was looked up, in order; `answers` are those of the new ones. Caches the successful ones.
+    /// Combines cached responses with `answers`, the responses to the new calls, into one per call that was looked up, in order. Caches the
+    /// successful ones.
     pub(crate) fn complete<F: Clone>(
         &self,
         looked_up: CacheLookup<'_, T>,

@@ -1,4 +1,4 @@
-//! The other columns of the query table or the dataset, for rewards that read them.
+//! Additional columns of the query table or the dataset, for rewards that read them.
 
 use super::rewards::{self, WeightedReward};
 use querl_core::config::DataConfig;
@@ -7,14 +7,14 @@ use querl_core::records::{Columns, DatasetRow, QueryRow};
 use querl_data::{ColumnReader, DataError};
 use std::collections::HashMap;
 
-/// The columns of each row by the id of its query; none where no reward reads them.
+/// Additional columns of each row by the id of its query; empty if no reward reads columns.
 #[derive(Debug, Default)]
 pub(crate) struct RowColumns(HashMap<String, Columns>);
 
 static NONE: Columns = Columns(Vec::new());
 
 impl RowColumns {
-    /// Whether a reward reads columns, so that the query table is an input.
+    /// Whether a reward reads columns, in which case the query table is an input of the stage.
     pub(crate) fn are_read(rewards: &[WeightedReward]) -> bool {
         rewards::inputs(rewards).columns != InputUse::Unused
     }
@@ -22,7 +22,7 @@ impl RowColumns {
     /// Reads the columns of `rows` from the query table or the dataset, if a reward reads them.
     ///
     /// # Errors
-    /// The table cannot be read, or has another query in one of the rows by now.
+    /// The table cannot be read, or one of its rows now has another query.
     pub(crate) fn read(
         rewards: &[WeightedReward],
         config: &DataConfig,

@@ -1,4 +1,5 @@
-//! Judging: which episodes are sampled, a score for each rewrite or a comparison of two, and a second request where the response cannot be parsed.
+//! Judging: sampling of the episodes to judge, scores of single rewrites or comparisons of two, and a second request if the judge's
+//! response cannot be parsed.
 //!
 //! Judges prefer what they read first, or last. Which side of a comparison is first is drawn by seed, query and rewrites, so that the
 //! preference cancels over many requests, and the same request always has the same order.
@@ -26,7 +27,7 @@ impl Judging {
         }
     }
 
-    /// True where the episode with this id is judged.
+    /// Whether the episode with this id is judged.
     pub(crate) fn samples(self, id: &str) -> bool {
         match self {
             Self::None => false,
@@ -52,7 +53,7 @@ pub(crate) enum JudgingForm {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct JudgeResponse {
     pub judgement: Judgement,
-    /// Judgement of the baseline, from a comparison.
+    /// Judgement of the teacher's rewrite, from a comparison; `None` if the judge scores single rewrites.
     pub of_baseline: Option<Judgement>,
 }
 
@@ -175,7 +176,7 @@ pub(crate) struct Pair<'a> {
     pub baseline: &'a str,
 }
 
-/// The side that is first in the prompt.
+/// The side, policy or teacher, whose rewrite is first in the prompt of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum First {
     Policy,

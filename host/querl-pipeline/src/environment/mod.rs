@@ -1,4 +1,4 @@
-//! The environment of training and evaluation: from a rewrite to an episode with hits, judgements and a score.
+//! The environment of training and evaluation, which makes an episode with hits, judgements and a score of a rewrite.
 //!
 //! A failed call (retrieval, judge, teacher) drops the episode with its reason and never becomes a score. A response of the policy that is
 //! empty or cannot be parsed is scored as a rewrite that retrieves nothing: dropping it would reward garbage where the policy would lose.

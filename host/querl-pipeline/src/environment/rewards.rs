@@ -1,4 +1,4 @@
-//! Reward plugins: the weighted sum of several, and the style distributions that they read.
+//! Weighted sum of reward plugins, and the style distributions that reward plugins read.
 
 use querl_core::ports::{EpisodeInputs, InputUse, PluginFault, RewardModel, StyleModel};
 use querl_core::records::{Candidate, Episode, Message, Rejection, Reward, RewardComponent};
@@ -15,25 +15,26 @@ pub(crate) struct WeightedReward {
 
 pub(crate) type Outcome = Result<Reward, Rejection>;
 
-/// What the plugins read together.
+/// Union of the episode inputs that the reward plugins read.
 pub(crate) fn inputs(rewards: &[WeightedReward]) -> EpisodeInputs {
     rewards.iter().map(|reward| reward.model.inputs()).fold(EpisodeInputs::default(), EpisodeInputs::union)
 }
 
-/// What the plugins read together of the teacher's rewrite: each reads the parts that it declares in addition to the baseline.
+/// Union of the inputs of the teacher's side that the reward plugins read: a plugin that declares the baseline reads its other declared
+/// inputs of the teacher's rewrite too.
 pub(crate) fn inputs_of_baseline(rewards: &[WeightedReward]) -> EpisodeInputs {
     let inputs = rewards.iter().map(|reward| reward.model.inputs().of_baseline());
     inputs.fold(EpisodeInputs::default(), EpisodeInputs::union)
 }
 
 pub(crate) struct RewardScores {
-    /// One per episode, in order.
+    /// Weighted sum of the rewards, one per episode, in order.
     pub sums: Vec<Outcome>,
-    /// The results of each plugin.
+    /// Results of each reward plugin, one list per plugin.
     pub by_reward: Vec<Vec<Outcome>>,
 }
 
-/// One score per episode, in order: the weighted sum of the plugins' totals.
+/// Scores episodes: the weighted sum of the plugins' totals, one per episode, in order.
 ///
 /// Components keep the plugin's own values, unweighted; with several plugins their names are `LABEL/component`, next to each
 /// plugin's `LABEL/total`. An episode that one plugin rejects is rejected, with that plugin's code.
@@ -68,8 +69,8 @@ fn add(sum: Outcome, score: &Outcome, reward: &WeightedReward, n_plugins: usize)
 /// The code of episodes whose style classification failed.
 const FAILED_CODE: &str = "style_model_failed";
 
-/// Adds the style distributions of the sides that `style` does not name as unused: of all texts that are not blank in one call. Rejections
-/// of the episodes for which the model failed, where the distribution is required.
+/// Adds style distributions to the sides whose style is not unused, classifying all texts that are not blank in one call. Returns
+/// rejections of the episodes for which the model failed and the distribution is required.
 pub(super) fn add_styles(
     model: &dyn StyleModel,
     style: impl Fn(&str) -> InputUse,

@@ -1,4 +1,4 @@
-//! The environment for other engines: scores responses whose queries are rows of the run or come with the request.
+//! The environment for other training frameworks: scores responses to queries that are rows of the run or are part of the request.
 
 use super::columns::RowColumns;
 use super::judging::Judging;
@@ -18,8 +18,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The environment of a configuration, open for the life of a process. Takes no lock: several processes may have it open at once, each with
-/// the limits and the budget of the configuration for itself.
+/// Reward environment of a configuration, for other training frameworks. It takes no lock: several processes can open it at once, and the
+/// configured limits and budget apply to each process separately.
 pub struct RewardEnvironment {
     run: Run,
     scorer: Scorer,
@@ -44,8 +44,8 @@ struct ResolvedQuery<'a> {
 }
 
 impl RewardEnvironment {
-    /// Opens services and plugins, which must be those that the run or the configuration at `config_path` pins. The rows and the teacher's
-    /// rewrites are those of the run directory, where its data stages are finished.
+    /// Opens services and plugins; plugins must be those that the run or the configuration at `config_path` pins. Rows and the teacher's
+    /// rewrites are read from the run directory, as far as its data stages have written them.
     ///
     /// # Errors
     /// A service or a plugin cannot be opened, a plugin differs from its pin, or a file of the run is damaged.
@@ -78,10 +78,11 @@ impl RewardEnvironment {
         Ok(Self { run, scorer, rows, columns, baselines, judging })
     }
 
-    /// The configuration in a file; or of a run, with the rows in its folder, which may have been moved. And the path of the file.
+    /// Reads the configuration file at `path`, or the one of the run in the folder `path`, and returns it with the file's path. A run
+    /// folder may have been moved.
     ///
     /// # Errors
-    /// It cannot be used, or a folder is not that of a run.
+    /// The configuration cannot be used, or the folder is not that of a run.
     pub fn read_config(path: &Path, overrides: &Overrides) -> anyhow::Result<(Config, PathBuf)> {
         check_run_or_config(path)?;
         if !path.is_dir() {
@@ -93,7 +94,7 @@ impl RewardEnvironment {
         Ok((Config { output_dir: folder, ..config }, resolved))
     }
 
-    /// The configuration in force.
+    /// The configuration in use.
     pub fn config(&self) -> &Config {
         &self.run.config
     }
@@ -103,7 +104,7 @@ impl RewardEnvironment {
         self.run.plugins.used().iter().map(|used| used.entry.sha256.clone()).collect()
     }
 
-    /// Whether models of this process take part, whose threads do not survive a fork.
+    /// Whether scoring uses models in this process, whose threads do not survive a fork.
     pub fn uses_local_models(&self) -> bool {
         let retrieval = &self.run.config.retrieval;
         self.run.plugins.style.is_some()

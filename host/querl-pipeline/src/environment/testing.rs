@@ -17,9 +17,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Rewrites and their effect: `good` has a high top-1 score, `poor` a low one, retrieval of `broken` fails, `down` has an unreachable
-/// service, the judgement of `unjudgeable` cannot be parsed, retrieval of `slow` and judging of `slowly judged` take a minute, `garbage`
-/// cannot be parsed. The reward is the difference of the top-1 scores.
+/// Fake services whose behaviour depends on the rewrite: `good` has a high top-1 score, `poor` a low one, retrieval of `broken` fails, the
+/// service is unreachable for `down`, the judgement of `unjudgeable` cannot be parsed, retrieval of `slow` and judging of `slowly judged`
+/// take a minute, the response `garbage` cannot be parsed. The reward is the difference of the top-1 scores.
 #[derive(Default)]
 pub(crate) struct Shop {
     pause: Duration,
@@ -145,7 +145,7 @@ impl Prompts for ShopPrompts {
     }
 }
 
-/// The difference of the best hits, as component `top1`. Requires judgements too.
+/// Reward with the difference of the top-1 scores as component `top1`. Requires judgements too.
 pub(crate) struct ShopReward(pub &'static str);
 
 impl RewardModel for ShopReward {
@@ -202,7 +202,7 @@ pub(crate) fn rewritten(rewrite: &str) -> Baseline {
     Baseline::Rewritten { rewrite: rewrite.into(), hits: None, cost: None, latency_ms: None }
 }
 
-/// The length of the rewrite. Declares these inputs.
+/// Reward that is the length of the rewrite, and declares the given inputs.
 pub(crate) struct LengthReward(pub EpisodeInputs);
 
 impl RewardModel for LengthReward {

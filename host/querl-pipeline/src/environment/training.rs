@@ -16,23 +16,23 @@ use std::time::Instant;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     Rollout,
-    /// Validation: the same queries are judged each time, so that one evaluation compares with the next.
+    /// Validation; the same queries are judged each time, so that evaluations can be compared.
     Validation,
 }
 
-/// Scores the responses to one set of rows and logs every episode.
+/// Environment of one split: scores responses to its rows and logs every episode.
 pub(crate) struct TrainingEnvironment {
     pub scorer: Arc<Scorer>,
-    /// [`PolicyResponse::row_index`] refers to these.
+    /// Rows of the split, to which [`PolicyResponse::row_index`] refers.
     pub rows: Vec<DatasetRow>,
     pub columns: RowColumns,
     pub baselines: Arc<Baselines>,
-    /// Samples of a query in a group; at least 1.
+    /// Number of samples of a query in a group; at least 1.
     pub n_samples: usize,
     pub judging: Judging,
     pub phase: Phase,
     pub log: Arc<EpisodeLog>,
-    /// Of the host of all plugins.
+    /// Meter of the time and fuel of plugin calls.
     pub meter: Arc<CallMeter>,
 }
 
@@ -113,14 +113,14 @@ pub(crate) struct EpisodeLog {
 }
 
 impl EpisodeLog {
-    /// Opens the log at `path`, which may have records of earlier steps.
+    /// Opens the episode log at `path`, which may have records of earlier steps.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
         let file = OpenOptions::new().create(true).append(true).open(path)?;
         Ok(Self { path: path.into(), file: Mutex::new(file) })
     }
 
-    /// Appends one batch, in a single write.
+    /// Appends the episodes of one batch, in a single write.
     pub(crate) fn append(&self, records: &[EpisodeRecord]) -> Result<(), EnvironmentError> {
         let mut lines = Vec::new();
         for record in records {
@@ -142,7 +142,7 @@ impl EpisodeLog {
         length.map_err(|error| self.failed(&error))
     }
 
-    /// Cuts the file to the bytes that it had when [`mark`](Self::mark) returned `mark`.
+    /// Truncates the file to the length that it had when [`mark`](Self::mark) returned `mark`.
     pub(crate) fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
         let file = self.file();
         let length = file.metadata().map_err(|error| self.failed(&error))?.len();

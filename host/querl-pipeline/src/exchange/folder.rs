@@ -1,5 +1,5 @@
-//! What every exported folder has: plugins with their lock, `querl.toml`, the SFT adapter and, where it is copied, the model; and the files of
-//! an engine from templates.
+//! Common content of exported folders: plugins with their lock, `querl.toml`, the SFT adapter and, if it is copied, the model; and the
+//! files of an engine, which are written from templates.
 //!
 //! ```text
 //! plugins/            the plugins of the run, and querl.lock with their digests
@@ -26,29 +26,29 @@ use querl_core::fsx::write_jsonl;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// What was written.
+/// Summary of an exported folder.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Exported {
-    /// Prompts to train on.
+    /// Number of training prompts.
     pub n_train: usize,
-    /// Prompts to validate on.
+    /// Number of validation prompts.
     pub n_val: usize,
-    /// Whether training begins with the SFT adapter; otherwise with a new one on the base model.
+    /// Whether training starts from the SFT adapter; otherwise it starts from a new adapter on the base model.
     pub has_adapter: bool,
     /// Ids and versions of the plugins.
     pub plugins: Vec<String>,
-    /// Keys of the run that are not at their default and have no equivalent, each with the reason.
+    /// Configuration keys that are not at their default and have no equivalent in the engine, each with the reason.
     pub without_equivalent: Vec<String>,
-    /// Other differences from a run of ours.
+    /// Other differences from a run that querl trains.
     pub notes: Vec<String>,
-    /// Paths that `querl.toml` and the script name outside of the folder.
+    /// Paths outside of the folder that `querl.toml` and the script refer to.
     pub outside: Vec<PathBuf>,
 }
 
-/// Stands for the folder in values of settings, so that it can be moved.
+/// Placeholder for the exported folder in values of settings, so that the folder can be moved.
 pub(super) const HERE: &str = "@HERE@";
 
-/// The parts of a folder that all engines share.
+/// Summary of the files that the exported folders of all engines have.
 pub(super) struct SharedFiles {
     /// The base model: a path, or one that begins with [`HERE`].
     pub(super) model: String,
@@ -56,7 +56,7 @@ pub(super) struct SharedFiles {
     pub(super) outside: Vec<PathBuf>,
 }
 
-/// Processes that compute rewards at the same time share limits and budget; `rows` is the file of the training split.
+/// The processes that compute rewards concurrently, over which limits and budget are divided. `rows`: file of the training split.
 pub(super) struct RewardProcesses<'a> {
     pub(super) n_processes: usize,
     pub(super) rows: &'a str,
@@ -183,7 +183,8 @@ fn whole_limits(config: &mut Config) -> ([&mut usize; 4], Vec<&mut u32>) {
     (concurrency, rates.into_iter().flatten().collect())
 }
 
-/// How many processes compute rewards: `at_most`, and no more than the smallest limit: each process has at least 1 of it.
+/// Number of processes that compute rewards: `at_most`, but no more than the smallest configured limit, since each process gets at least 1
+/// of every limit.
 pub(super) fn n_reward_processes(config: &Config, at_most: usize) -> usize {
     let mut config = config.clone();
     let (concurrency, rates) = whole_limits(&mut config);
@@ -221,16 +222,16 @@ fn outside(config: &Config) -> Vec<PathBuf> {
     paths.filter(|path| path.is_absolute()).cloned().collect()
 }
 
-/// What the folder of one engine has in addition.
+/// The files that the exported folder of one engine has in addition to [`SharedFiles`].
 pub(super) struct EngineFiles<'a> {
-    /// As it heads the table of keys.
+    /// Name of the engine, as in the heading of the table of keys.
     pub(super) engine: &'a str,
     pub(super) mapping: &'a Mapping,
-    /// Differences that no single key explains.
+    /// Notes on differences that concern several keys or none.
     pub(super) notes: Vec<String>,
-    /// Names of files with their templates.
+    /// File names with their templates.
     pub(super) templates: &'a [(&'a str, &'a str)],
-    /// What replaces the `@NAMES@` of the templates, other than tenant, keys and notes.
+    /// Values of the placeholders `@NAME@` in the templates, other than tenant, keys and notes.
     pub(super) values: &'a [(&'a str, &'a str)],
 }
 
@@ -267,7 +268,7 @@ fn note_on_form(config: &Config, engine: &str) -> Option<String> {
     })
 }
 
-/// Settings as arguments of a script, one a line; one without a value is a flag.
+/// Settings as command-line arguments in a script, one per line; a setting without a value is a flag.
 pub(super) fn argument_lines(settings: &[(String, String)]) -> String {
     let line = |(name, value): &(String, String)| match value.as_str() {
         "" => format!("    --{name} \\\n"),
@@ -276,7 +277,7 @@ pub(super) fn argument_lines(settings: &[(String, String)]) -> String {
     settings.iter().map(line).collect()
 }
 
-/// A text as one word of a script for bash.
+/// Quotes a text as one word of a bash script.
 pub(crate) fn shell_word(text: &str) -> String {
     let escaped: String = text
         .chars()
@@ -304,7 +305,7 @@ pub(super) fn write_rows<T: Serialize>(
     Ok(())
 }
 
-/// Rows of engines that read JSON lines.
+/// File name of the training rows, for engines that read JSON lines.
 pub(super) const TRAIN: &str = "train.jsonl";
 pub(super) const VAL: &str = "val.jsonl";
 
@@ -326,7 +327,7 @@ fn make_executable(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Refuses a path that a shell script, a parameter expansion in it or a Python literal cannot hold as it is.
+/// Refuses a path that would need quoting in a shell script, in a parameter expansion or in a Python literal.
 pub(super) fn plain(path: &str) -> Result<&str, Stop> {
     let is_plain = |c: char| !c.is_control() && !"'\"\\$`{}".contains(c);
     match path.chars().all(is_plain) {

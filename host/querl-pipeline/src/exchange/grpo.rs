@@ -1,4 +1,5 @@
-//! What the GRPO trainers of TRL and ms-swift share: both are built on `TrainingArguments` of transformers and on TRL's `GRPOConfig`.
+//! Settings common to the GRPO trainers of TRL and ms-swift, which are both built on `TrainingArguments` of transformers and on TRL's
+//! `GRPOConfig`.
 
 use super::mapping::{Mapping, float};
 use super::source::ExportedRun;
@@ -7,16 +8,16 @@ use querl_core::config::{BaseDtype, LossAgg, LrScheduler, PolicyLossKind, RlConf
 /// Samples of a query where the run takes one: the default of both.
 const N_SAMPLES: usize = 8;
 
-/// Sizes in their units.
+/// Batch sizes and step counts in the units of TRL and ms-swift.
 pub(super) struct GrpoSizes {
     pub(super) n_samples: usize,
-    /// Responses of a rollout batch, an optimizer step and a pass: each divides the one before.
+    /// Number of responses of a rollout batch. `mini_batch` (an optimizer step) divides it, and `pass` (a forward pass) divides that.
     pub(super) batch: usize,
     pub(super) mini_batch: usize,
     pub(super) pass: usize,
-    /// Optimizer steps of a rollout batch.
+    /// Number of optimizer steps per rollout batch.
     pub(super) updates: usize,
-    /// Rollout batches.
+    /// Number of rollout batches of the training.
     pub(super) steps: usize,
 }
 
@@ -32,12 +33,12 @@ impl GrpoSizes {
         Self { n_samples, batch, mini_batch, pass, updates, steps: rl.n_steps(run.train.len()) }
     }
 
-    /// Optimizer steps with a rising learning rate.
+    /// Number of optimizer steps of the learning-rate warm-up.
     pub(super) fn n_warmup(&self, rl: &RlConfig) -> usize {
         (rl.warmup_ratio * (self.steps * self.updates) as f64).ceil() as usize
     }
 
-    /// Sizes that differ from those of the run, the type of the base, and validation.
+    /// Notes on sizes that differ from those of the run, on the dtype of the base, and on validation.
     pub(super) fn notes(&self, run: &ExportedRun, engine: &str) -> Vec<String> {
         let (config, mut notes) = (&run.config, Vec::new());
         let rl = &config.rl;
@@ -63,7 +64,7 @@ fn largest_divisor(n: usize, limit: usize) -> usize {
     (1..=limit.min(n)).rev().find(|divisor| n.is_multiple_of(*divisor)).unwrap_or(1)
 }
 
-/// Keys that neither has.
+/// Adds the keys that have no equivalent in TRL or ms-swift.
 pub(super) fn without_equivalent(m: &mut Mapping, engine: &str) {
     m.all_none(&[
         ("rl.advantage_form", "GRPO has one advantage for a response, and ratios per token"),
@@ -98,8 +99,8 @@ pub(super) fn without_equivalent(m: &mut Mapping, engine: &str) {
     }
 }
 
-/// `loss_type` of an aggregation and a policy loss; `None` where there is none. `of_algorithm`: where the run leaves the aggregation to
-/// its algorithm.
+/// TRL's `loss_type` for the configured aggregation and policy loss; `None` if there is no equivalent. `of_algorithm`: the `loss_type` if
+/// the run leaves the aggregation to its algorithm.
 pub(super) fn loss_type(rl: &RlConfig, of_algorithm: &'static str) -> Option<&'static str> {
     match (rl.policy_loss, rl.loss_agg) {
         (PolicyLossKind::Cispo, _) => (rl.loss_agg_in_force() == LossAgg::TokenMean).then_some("cispo"),
@@ -112,7 +113,7 @@ pub(super) fn loss_type(rl: &RlConfig, of_algorithm: &'static str) -> Option<&'s
     }
 }
 
-/// `loss_type` as [`loss_type`] returns it, or what takes its place.
+/// Adds the `loss_type` that [`loss_type`] returns, or, if there is no equivalent, a note on the one used instead.
 pub(super) fn set_loss_type(m: &mut Mapping, rl: &RlConfig, of_algorithm: &'static str, quote: fn(&str) -> String) {
     match (loss_type(rl, of_algorithm), rl.policy_loss) {
         (Some(loss_type), _) => m.set("rl.loss_agg", &[("loss_type", quote(loss_type))], ""),
@@ -127,7 +128,7 @@ pub(super) fn set_loss_type(m: &mut Mapping, rl: &RlConfig, of_algorithm: &'stat
     }
 }
 
-/// Ratios per token or per response, and their bounds: that of CISPO is an upper bound of the ratio, without a lower one.
+/// Adds the level of the probability ratios (per token or per response) and their clip range; CISPO has an upper bound only.
 pub(super) fn set_ratios(m: &mut Mapping, rl: &RlConfig, quote: fn(&str) -> String) {
     let level = if rl.policy_loss == PolicyLossKind::Gspo { "sequence" } else { "token" };
     let note = "`cispo` is a `loss_type`, without a lower bound of the ratio";
@@ -150,7 +151,7 @@ pub(super) fn set_ratios(m: &mut Mapping, rl: &RlConfig, quote: fn(&str) -> Stri
     }
 }
 
-/// Sizes of batches; `mini_batch`: the settings of an optimizer step, and what they mean.
+/// Adds batch sizes. `mini_batch`: the engine's settings for the size of an optimizer step, with a note.
 pub(super) fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes, mini_batch: (&[(&str, String)], &str)) {
     m.set("rl.n_samples", &[("num_generations", sizes.n_samples.to_string())], "at least 2");
     let batch = [("generation_batch_size", sizes.batch.to_string())];
@@ -174,7 +175,7 @@ pub(super) fn optimizer(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes, quote
     m.set("rl.max_grad_norm", &[("max_grad_norm", float(rl.max_grad_norm))], "");
 }
 
-/// When a run is evaluated and saved, in optimizer steps.
+/// Adds the intervals of evaluation and saving, in optimizer steps.
 pub(super) fn intervals(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
     for (key, name, steps) in
         [("rl.eval_steps", "eval_steps", rl.eval_steps), ("rl.save_steps", "save_steps", rl.save_steps)]
@@ -184,7 +185,7 @@ pub(super) fn intervals(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
     m.set("rl.save_total_limit", &[("save_total_limit", rl.save_total_limit.to_string())], "");
 }
 
-/// Name of a schedule in transformers.
+/// Name of a learning-rate schedule in transformers.
 pub(super) fn schedule(scheduler: LrScheduler, n_warmup: usize) -> &'static str {
     match scheduler {
         LrScheduler::Cosine => "cosine",
@@ -194,7 +195,7 @@ pub(super) fn schedule(scheduler: LrScheduler, n_warmup: usize) -> &'static str 
     }
 }
 
-/// torch's type of the base weights.
+/// Name of the torch dtype for the base weights.
 pub(super) fn dtype(dtype: BaseDtype) -> &'static str {
     match dtype {
         BaseDtype::F32 => "float32",

@@ -1,7 +1,7 @@
-//! An adapter that another engine trained, as the `rl` stage of a run.
+//! Import of an adapter that another engine trained, as the `rl` stage of a run.
 //!
-//! The ledger gets the inputs of the stage as they are at the import: a later change of the data, of a plugin or of `[rl]` makes `querl run` train
-//! again. That the stage was imported, from where, and the digest of its weights are among its facts, and metrics keep their names.
+//! The ledger records the stage's inputs at the time of the import: after a later change of the data, of a plugin or of `[rl]`, `querl run`
+//! trains again. The facts of the stage have the source of the import and the digest of the weights. Metrics keep their names.
 
 use crate::failure::Stop;
 use crate::ledger::{Facts, Ledger, StageName};
@@ -17,25 +17,25 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// How the adapter was saved.
+/// Format in which another engine saved the adapter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckpointFormat {
-    /// Anything that saves PEFT's files: TRL, ms-swift, OpenRLHF.
+    /// PEFT's files, as TRL, ms-swift and OpenRLHF save them.
     Peft,
-    /// verl, whose merger has written `lora_adapter`.
+    /// A checkpoint of verl, whose model merger has written `lora_adapter`.
     Verl,
 }
 
-/// What was imported.
+/// Summary of an import.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Imported {
-    /// The folder with PEFT's files.
+    /// Folder of the imported adapter, with PEFT's files.
     pub adapter: PathBuf,
-    /// The log of the training; `None` where there is none at the usual places.
+    /// Metrics log of the training; `None` if none was found.
     pub metrics: Option<PathBuf>,
-    /// Steps with metrics, for a checkpoint of verl those up to its own.
+    /// Number of steps with metrics; for a checkpoint of verl, up to the step of the checkpoint.
     pub n_steps_with_metrics: usize,
-    /// Where the earlier results of the stage are.
+    /// Folder to which earlier results of the stage were moved; `None` if there were none.
     pub previous: Option<PathBuf>,
 }
 

@@ -1,4 +1,4 @@
-//! Keys of a run as settings of another engine: what maps to what, and what has no equivalent.
+//! Mapping of configuration keys to the settings of another engine, with the keys that have no equivalent.
 
 use anyhow::Context;
 use querl_core::config::{Config, RlConfig, SftConfig};
@@ -25,7 +25,7 @@ struct MappedKey {
     note: String,
 }
 
-/// The table of keys, and the settings in the order in which they were added.
+/// Mapping table of keys, and the engine's settings in the order in which they were added.
 pub(super) struct Mapping {
     own: Table,
     defaults: Table,
@@ -42,30 +42,30 @@ impl Mapping {
         Ok(Self { own, defaults, keys: Vec::new(), settings: Vec::new() })
     }
 
-    /// `key` is `settings` there; `note` is empty where they mean the same.
+    /// Maps `key` to the engine's `settings`; `note` says how they differ, and is empty if they mean the same.
     pub(super) fn set(&mut self, key: &str, settings: &[(&str, String)], note: &str) {
         let shown = settings.iter().map(|(name, value)| shown(name, value)).collect();
         self.add(key, Equivalent::Settings(shown), note);
         self.settings.extend(settings.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
     }
 
-    /// `key` is each of `names` there, with one value.
+    /// Maps `key` to all of the engine's settings `names`, with the same value.
     pub(super) fn set_all(&mut self, key: &str, names: &[&str], value: &str, note: &str) {
         let settings: Vec<(&str, String)> = names.iter().map(|name| (*name, value.to_owned())).collect();
         self.set(key, &settings, note);
     }
 
-    /// `key` has no equivalent, and why; `note` says also which value is what the engine does.
+    /// Adds a key without an equivalent. `note` says why, and which value of the key would be what the engine does.
     pub(super) fn none(&mut self, key: &str, note: &str) {
         self.add(key, Equivalent::None, note);
     }
 
-    /// Keys without an equivalent, each with the reason.
+    /// Adds keys without an equivalent, each with the reason.
     pub(super) fn all_none(&mut self, keys: &[(&str, &str)]) {
         keys.iter().for_each(|(key, note)| self.none(key, note));
     }
 
-    /// Early stopping, which no engine has; `remedy` ends the sentence on a run that has it.
+    /// Adds the keys of early stopping, which no engine has; `remedy` ends the note for a run that uses it.
     pub(super) fn early_stopping(&mut self, rl: &RlConfig, engine: &str, remedy: &str) {
         match rl.early_stopping_patience {
             0 => self.set("rl.early_stopping_patience", &[], &format!("{engine} takes all steps, as 0 does")),
@@ -73,12 +73,12 @@ impl Mapping {
         }
     }
 
-    /// The reward reads `key` from `querl.toml`.
+    /// Adds a key that the reward reads from `querl.toml`, with the same meaning.
     pub(super) fn reward(&mut self, key: &str) {
         self.add(key, Equivalent::Reward, "");
     }
 
-    /// A setting that no key of ours corresponds to.
+    /// Adds an engine setting to which no configuration key corresponds.
     pub(super) fn fixed(&mut self, name: &str, value: impl Into<String>) {
         self.settings.push((name.to_owned(), value.into()));
     }
@@ -87,7 +87,7 @@ impl Mapping {
         &self.settings
     }
 
-    /// `KEY = VALUE: NOTE` of each key that has no equivalent and is not at its default.
+    /// Lines `KEY = VALUE: NOTE` for the keys that have no equivalent and are not at their default.
     pub(super) fn without_equivalent(&self) -> Vec<String> {
         let lost = self.keys.iter().filter(|key| key.equivalent == Equivalent::None && !key.is_default);
         lost.map(|key| format!("{} = {}: {}", key.key, key.value, key.note)).collect()
@@ -143,17 +143,17 @@ fn lookup<'a>(table: &'a Table, key: &str) -> Option<&'a Value> {
     }
 }
 
-/// A number as Python, Hydra and TOML read it: `1e-5`, `0.05`, `1000000.0`.
+/// Formats a number so that Python, Hydra and TOML parse it: `1e-5`, `0.05`, `1000000.0`.
 pub(super) fn float(value: f64) -> String {
     format!("{value:?}")
 }
 
-/// `True` or `False`.
+/// Formats a boolean as in Python: `True` or `False`.
 pub(super) fn flag(value: bool) -> String {
     if value { "True".into() } else { "False".into() }
 }
 
-/// Each key of `[rl]` is in the table once.
+/// Asserts that each key of `[rl]` is in the mapping table exactly once.
 #[cfg(test)]
 pub(super) fn assert_has_rl_keys_once(mapping: &Mapping) {
     let mut keys: Vec<&str> = mapping.keys().into_iter().filter(|key| key.starts_with("rl.")).collect();

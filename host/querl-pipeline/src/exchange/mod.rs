@@ -1,7 +1,7 @@
 //! Moving a run to verl, TRL, ms-swift or OpenRLHF, and its adapter back.
 //!
-//! In: a run with finished data stages. Out: a folder with the dataset, the plugins, the SFT adapter, the settings that mean the same as `[rl]`
-//! and a script that trains. [`import_adapter`] makes what was trained there the `rl` stage of the run.
+//! In: a run with finished data stages. Out: a folder with the dataset, the plugins, the SFT adapter, the engine's settings equivalent to
+//! `[rl]` and a training script. [`import_adapter`] makes the adapter that the engine trained the `rl` stage of the run.
 
 mod folder;
 mod grpo;

@@ -1,4 +1,4 @@
-//! A folder that trains a run with OpenRLHF, whose rewards `querl serve reward` computes.
+//! Export of a run to OpenRLHF, with `querl serve reward` as the reward server.
 //!
 //! Names of arguments: `openrlhf/cli/train_ppo_ray.py` of OpenRLHF 0.11.2; advantages: `openrlhf/trainer/ppo_utils/experience_maker.py`.
 
@@ -13,7 +13,7 @@ use crate::serving::BaseFiles;
 use querl_core::config::{BaseDtype, KlPlacement, LossAgg, PolicyLossKind, RlAlgorithm, RlConfig};
 use std::path::Path;
 
-/// Writes the folder.
+/// Writes a folder from which OpenRLHF trains the run.
 ///
 /// # Errors
 /// A plugin is not the one of the run, or a file cannot be read or written.

@@ -1,4 +1,4 @@
-//! The dataset of a run as prompts with their queries, which the reward functions send back to querl.
+//! Exported dataset rows: prompts with the queries that the reward functions send to querl.
 
 use crate::environment::RowColumns;
 use querl_core::records::{ColumnValue, Columns, DatasetRow, Message, QueryRow, Scalar, ValidatedRecord};
@@ -6,17 +6,17 @@ use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
-/// One prompt, with what a reward needs of its query.
+/// One prompt, with the query data that a reward needs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct PromptRow {
     #[serde(skip)]
     pub(super) id: String,
     pub(super) prompt: Vec<Message>,
-    /// JSON text of [`querl_core::scoring::InlineQuery`].
+    /// The query as JSON text of [`querl_core::scoring::InlineQuery`].
     pub(super) querl: String,
 }
 
-/// The teacher's rewrites by the id of their query.
+/// The teacher's rewrites by query id.
 pub(super) struct Rewrites(HashMap<String, String>);
 
 impl Rewrites {

@@ -1,4 +1,4 @@
-//! A run that is exported: dataset, adapter, plugins and configuration.
+//! The run to export: dataset, adapter, plugins and configuration.
 
 use super::rows::{PromptRow, Rewrites, prompt_rows};
 use crate::environment::RowColumns;
@@ -12,27 +12,27 @@ use querl_core::run_dir::RunDir;
 use querl_model::{DecoderConfig, LoraAdapter, LoraSettings, TextTokenizer};
 use std::path::{Path, PathBuf};
 
-/// A run with finished data stages.
+/// A run with finished data stages, to export to another engine.
 pub struct ExportedRun {
     pub(super) config: Config,
     pub(super) dir: RunDir,
-    /// The base model of reinforcement learning.
+    /// Folder of the base model of reinforcement learning.
     pub(super) model: PathBuf,
     pub(super) adapter: Option<SftAdapter>,
     pub(super) train: Vec<PromptRow>,
     pub(super) val: Vec<PromptRow>,
-    /// Tokens of the longest prompt.
+    /// Length of the longest prompt in tokens.
     pub(super) longest_prompt: usize,
 }
 
-/// `sft/best`.
+/// The SFT adapter, the checkpoint `sft/best`.
 pub(super) struct SftAdapter {
     pub(super) folder: PathBuf,
     pub(super) settings: LoraSettings,
 }
 
 impl ExportedRun {
-    /// The run in a folder, with the configuration that it was made with.
+    /// Opens the run in a folder, with the configuration stored there.
     ///
     /// # Errors
     /// There is no run, its data stages are not finished, a file of them has changed, or a plugin or the model cannot be read.
@@ -42,7 +42,7 @@ impl ExportedRun {
         Self::open(config, dir)
     }
 
-    /// The run of a configuration, in its `output_dir`.
+    /// Opens the run in the `output_dir` of a configuration.
     ///
     /// # Errors
     /// As [`Self::in_folder`].
@@ -51,10 +51,10 @@ impl ExportedRun {
         Self::open(config, dir)
     }
 
-    /// The same run with another algorithm.
+    /// The same run with another RL algorithm.
     ///
     /// # Errors
-    /// The algorithm compares samples of one query, and the configuration takes one.
+    /// The algorithm needs groups of samples per query, and `rl.n_samples` is 1.
     pub fn with_algorithm(mut self, algorithm: RlAlgorithm) -> Result<Self, Stop> {
         let n_samples = self.config.rl.n_samples;
         if algorithm.needs_groups() && n_samples < 2 {
@@ -95,7 +95,7 @@ impl ExportedRun {
         Ok(Self { config, dir, model, adapter, train, val, longest_prompt })
     }
 
-    /// Rank and alpha of the adapter that is trained.
+    /// LoRA rank and alpha of the adapter to train.
     pub(super) fn lora(&self) -> (usize, f64) {
         let sft = &self.config.sft;
         self.adapter
@@ -103,7 +103,7 @@ impl ExportedRun {
             .map_or((sft.lora_rank, sft.lora_alpha), |adapter| (adapter.settings.rank, adapter.settings.alpha))
     }
 
-    /// The note on a batch that is larger than the training split.
+    /// Note on a batch that is larger than the training split; `None` if it is not.
     pub(super) fn batch_note(&self, engine: &str) -> Option<String> {
         let (batch, n_rows) = (self.config.rl.batch_size, self.train.len());
         let note = || {
@@ -114,14 +114,14 @@ impl ExportedRun {
         (n_rows < batch).then(note)
     }
 
-    /// The note on an optimizer step that has another number of responses `there`.
+    /// Note on an optimizer step whose number of responses in the engine, `there`, differs from the run's; `None` if it does not.
     pub(super) fn mini_batch_note(&self, there: usize) -> Option<String> {
         let own = self.config.rl.mini_batch_size;
         let note = || format!("an optimizer step has {there} responses in place of rl.mini_batch_size = {own}");
         (there != own).then(note)
     }
 
-    /// The note on an alpha that is rounded for an engine that takes an integer.
+    /// Note on a LoRA alpha that is rounded, for an engine that takes an integer; `None` if it is an integer.
     pub(super) fn alpha_note(&self, engine: &str) -> Option<String> {
         let alpha = self.lora().1;
         let note = || format!("lora_alpha is {alpha}, and {engine} takes an integer: it is rounded");
@@ -150,7 +150,7 @@ pub(super) mod testing {
     use super::*;
     use crate::serving::deployment::MINIMAL_CONFIG;
 
-    /// A run of eight training rows, with other sections of its configuration.
+    /// A run with eight training rows, whose configuration has the additional TOML `sections`.
     pub(in crate::exchange) fn run(sections: &str) -> ExportedRun {
         let config: Config = toml::from_str(&format!("{MINIMAL_CONFIG}\n{sections}")).unwrap();
         let row = |index: usize| PromptRow { id: index.to_string(), prompt: Vec::new(), querl: "{}".into() };

@@ -1,4 +1,4 @@
-//! A folder that trains a run with GRPO of ms-swift.
+//! Export of a run to the GRPO trainer of ms-swift.
 //!
 //! Names of arguments: `swift/arguments/rlhf_args.py`, `swift/rlhf_trainers/args_mixin.py` and `swift/arguments/tuner_args.py` of ms-swift 4.6.
 
@@ -15,7 +15,7 @@ use querl_core::records::Message;
 use serde::Serialize;
 use std::path::Path;
 
-/// Writes the folder.
+/// Writes a folder from which ms-swift trains the run.
 ///
 /// # Errors
 /// A plugin is not the one of the run, or a file cannot be read or written.
@@ -140,7 +140,7 @@ fn sampling(m: &mut Mapping, rl: &RlConfig) {
     }
 }
 
-/// Of a new adapter; that of SFT brings its own.
+/// Adds the LoRA settings of a new adapter; an SFT adapter has its own settings.
 fn lora(m: &mut Mapping, run: &ExportedRun) {
     let (rank, alpha) = run.lora();
     let sft = &run.config.sft;

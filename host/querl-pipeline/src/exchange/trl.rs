@@ -1,4 +1,4 @@
-//! A folder that trains a run with GRPOTrainer of TRL.
+//! Export of a run to the `GRPOTrainer` of TRL.
 //!
 //! Names of arguments: `trl/trainer/grpo_config.py` of TRL 1.16.0 and `TrainingArguments` of transformers.
 
@@ -12,7 +12,7 @@ use querl_core::config::{BaseDtype, KlEstimator, KlPlacement, RlAlgorithm, RlCon
 use std::fmt::Write;
 use std::path::Path;
 
-/// Writes the folder.
+/// Writes a folder from which TRL trains the run.
 ///
 /// # Errors
 /// A plugin is not the one of the run, or a file cannot be read or written.

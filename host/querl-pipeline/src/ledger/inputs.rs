@@ -1,4 +1,4 @@
-//! Inputs of a stage as named digests: when one changes, the stage runs again and reports which.
+//! Inputs of a stage as named digests: when an input changes, the stage runs again and reports the input's name.
 
 use super::{Ledger, StageName};
 use crate::failure::Stop;
@@ -37,10 +37,10 @@ const FOLLOWED: [(&str, &str); 20] = [
     ("rollout.", "rollout.engine"),
 ];
 
-/// Name of the version with which rewrites are read as edits.
+/// Name of the input that has the version of the edit forms of rewrites.
 pub(crate) const FORMS_OF_EDITS: &str = "forms of edits";
 
-/// Name of the version of the embedded index.
+/// Name of the input that has the version of the embedded retrieval index.
 pub(crate) const INDEX: &str = "retrieval.index";
 
 /// Defaults of configuration keys, in the form of [`Inputs::section`], and the versions that ledgers without them have.
@@ -52,7 +52,7 @@ static DEFAULTS: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
         .collect()
 });
 
-/// Digests or short values by name. Paths are not included: a moved input is the same input.
+/// Inputs of a stage: digests or short values by name. Paths do not count, so a moved file is the same input.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Inputs(BTreeMap<String, String>);
 
@@ -62,8 +62,8 @@ impl Inputs {
         self
     }
 
-    /// The keys of a configuration section, except those named: ones that cannot change a result, and paths. A key that an earlier version
-    /// did not have is no change at its default: [`Self::changed_since`].
+    /// Adds the keys of a configuration section other than those in `except`: keys that cannot change a result, and paths. A key that an
+    /// earlier version of querl did not have counts as unchanged at its default: [`Self::changed_since`].
     pub(crate) fn section(
         &mut self,
         name: &str,
@@ -77,13 +77,13 @@ impl Inputs {
         Ok(self)
     }
 
-    /// The content of a file that the user gave.
+    /// Adds the digest of a file of the user.
     pub(crate) fn file(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
         self.0.insert(name.into(), digest_file(path)?);
         Ok(self)
     }
 
-    /// The content of a file or folder that an earlier stage left.
+    /// Adds the digest of a file or folder that an earlier stage wrote.
     pub(crate) fn made_by(&mut self, ledger: &Ledger, stage: StageName, path: &Path) -> anyhow::Result<&mut Self> {
         let entry = ledger.entry(stage.as_str());
         // Files of an unfinished stage are not results.
@@ -115,7 +115,7 @@ impl Inputs {
         Ok(self)
     }
 
-    /// The files of a Hugging Face directory that a model is loaded from; a README changes no result.
+    /// Adds the digest of a Hugging Face model folder, only of the files from which the model is loaded: a README changes no result.
     pub(crate) fn model(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
         self.0.insert(name.into(), digest_folder(path, is_of_model)?);
         Ok(self)
@@ -125,7 +125,7 @@ impl Inputs {
         querl_core::fsx::digest_hex(format!("{:?}", self.0).as_bytes())
     }
 
-    /// Whether these are the inputs with the current content of a file of `stage`.
+    /// Whether the recorded digest of a file of `stage` is that of its current content; true if there is no digest or no file.
     pub(crate) fn is_of(&self, stage: StageName, path: &Path) -> anyhow::Result<bool> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         match self.0.get(&format!("{name} of {stage}")) {
@@ -134,14 +134,15 @@ impl Inputs {
         }
     }
 
-    /// Names of what earlier stages left, each with the stage.
+    /// Names of the inputs that earlier stages wrote, each with its stage.
     pub(crate) fn upstream(&self) -> Vec<(&str, StageName)> {
         let stage_of = |name: &str| StageName::ALL.into_iter().find(|stage| name.ends_with(&format!(" of {stage}")));
         self.0.keys().filter_map(|name| Some((name.as_str(), stage_of(name)?))).collect()
     }
 
-    /// Digest of the inputs and of everything else that affects the last bits of a training: the size of passes, the program, and the
-    /// GPU type. Checkpoints belong to one fingerprint. Finished stages do not depend on it: their results differ by rounding alone.
+    /// Fingerprint of a training: digest of the inputs and of everything else that affects the last bits of its results, such as tokens per
+    /// pass, the program version and the GPU type. A checkpoint is only resumed with the same fingerprint. Finished stages are not compared
+    /// by it, since results with another fingerprint differ by rounding only.
     pub(crate) fn fingerprint(&self, model: &ModelConfig, arithmetic: Option<String>) -> String {
         let mut exact = self.clone();
         exact.text("model.tokens_per_pass", model.tokens_per_pass);
@@ -167,17 +168,17 @@ impl Inputs {
         self.0.get(name).map(String::as_str)
     }
 
-    /// The first value whose name begins with `prefix`.
+    /// Value of the first input whose name begins with `prefix`.
     pub(crate) fn first_of(&self, prefix: &str) -> Option<&str> {
         self.0.iter().find(|(name, _)| name.starts_with(prefix)).map(|(_, value)| value.as_str())
     }
 
-    /// Adds those of `other`; of equal names the later value holds.
+    /// Adds the inputs of `other`, which replace inputs of the same name.
     pub(crate) fn extend(&mut self, other: &Self) {
         self.0.extend(other.0.iter().map(|(name, value)| (name.clone(), value.clone())));
     }
 
-    /// Those whose names are kept.
+    /// The inputs for whose names `is_kept` is true.
     pub(crate) fn only(&self, is_kept: impl Fn(&str) -> bool) -> Self {
         Self(
             self.0
@@ -188,8 +189,8 @@ impl Inputs {
         )
     }
 
-    /// Names that are new, gone or different, in order. A missing key has its default. Names that came or went with another one that
-    /// changed are left out.
+    /// Names of the inputs that were added, removed or changed since `earlier`, sorted. A missing key counts with its default. Inputs
+    /// that were added or removed because a controlling key changed are left out.
     pub(crate) fn changed_since(&self, earlier: &Self) -> Vec<String> {
         let names: BTreeSet<&str> = self.0.keys().chain(earlier.0.keys()).map(String::as_str).collect();
         let changed: BTreeSet<&str> =
@@ -221,7 +222,7 @@ pub(super) fn digest_lines(mut lines: Vec<String>) -> String {
     querl_core::fsx::digest_hex(lines.join("\n").as_bytes())
 }
 
-/// Whether querl or transformers read the file to load a model or its tokenizer.
+/// Whether querl or transformers read a file of this name to load a model or its tokenizer.
 pub(crate) fn is_of_model(file: &str) -> bool {
     const NAMES: [&str; 12] = [
         "config.json",

@@ -74,25 +74,25 @@ const REMEDY: &str = "put the file back, or remove it to run all stages again";
 /// Maximum size of the file, which has a few kilobytes for each stage.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
-/// The record of one stage.
+/// The ledger's record of one stage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
     pub(crate) inputs: Inputs,
-    /// False after an interruption.
+    /// Whether the stage is finished; false after an interruption.
     pub finished: bool,
-    /// Rows whose call failed; the next run tries them again.
+    /// Number of rows whose call failed; the next run tries them again.
     #[serde(default)]
     pub n_failed: u64,
-    /// Figures of its summary.
+    /// Figures of the stage's summary.
     #[serde(default)]
     pub facts: Facts,
-    /// Wall-clock seconds of the run that finished it.
+    /// Wall-clock seconds of the run that finished the stage.
     #[serde(default)]
     pub seconds: f64,
-    /// The files that it left and later stages read.
+    /// Digests of the files that the stage wrote for later stages.
     #[serde(default, skip_serializing_if = "Outputs::is_empty")]
     pub(crate) outputs: Outputs,
-    /// The logs that it left: `episodes.jsonl`, and its own lines of `metrics.jsonl`.
+    /// Digests of the stage's logs: `episodes.jsonl`, and the stage's lines of `metrics.jsonl`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) logs: BTreeMap<String, FileDigest>,
 }
@@ -110,7 +110,7 @@ struct Contents {
     stages: BTreeMap<String, Entry>,
 }
 
-/// The ledger file.
+/// The ledger: the records of all begun stages, with the path of their file.
 #[derive(Debug)]
 pub struct Ledger {
     path: PathBuf,
@@ -118,10 +118,10 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Reads the ledger at `path`; a missing one is empty.
+    /// Reads the ledger at `path`; a missing file is an empty ledger.
     ///
     /// # Errors
-    /// The file is there and cannot be read or understood.
+    /// The file exists and cannot be read or parsed.
     pub fn open(path: &Path) -> anyhow::Result<Self> {
         let empty = || Contents { format: FORMAT, ..Contents::default() };
         let contents = match fsx::read_bounded(path, MAX_FILE_BYTES) {
@@ -157,27 +157,27 @@ impl Ledger {
         Ok(Self { path: path.into(), contents })
     }
 
-    /// `stages.json`.
+    /// Path of the ledger file `stages.json`.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The run directory.
+    /// Path of the run directory.
     pub(crate) fn root(&self) -> &Path {
         self.path.parent().unwrap_or(Path::new(""))
     }
 
-    /// True where no stage has begun.
+    /// Whether no stage has begun.
     pub fn is_empty(&self) -> bool {
         self.contents.stages.is_empty()
     }
 
-    /// The entry of `stage`.
+    /// The record of `stage`; `None` if the stage has not begun.
     pub fn entry(&self, stage: &str) -> Option<&Entry> {
         self.contents.stages.get(stage)
     }
 
-    /// Writes a ledger with the digests of `files` alone, which `stages` wrote, to `path`.
+    /// Writes to `path` a ledger that has only `stages`, with the digests of `files`.
     pub(crate) fn write_part(
         &self,
         stages: &BTreeSet<StageName>,
@@ -212,13 +212,14 @@ impl Ledger {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Decision {
     Skip(Entry),
-    /// Run with the partial outputs; the reason.
+    /// Run the stage on its partial outputs, for the given reason.
     Continue(String),
-    /// Remove the outputs and run; the reason.
+    /// Remove the outputs and run the stage, for the given reason.
     StartOver(String),
 }
 
-/// What to do with a stage whose inputs are `inputs` now. `keeps_rows`: whether finished rows stay valid when an input changes.
+/// Decides whether to skip, continue or restart a stage whose current inputs are `inputs`. `keeps_rows`: whether finished rows stay valid
+/// when the input of a name changes.
 pub(crate) fn decide(
     entry: Option<&Entry>,
     inputs: &Inputs,
@@ -246,7 +247,7 @@ pub(crate) fn decide(
     }
 }
 
-/// `a`, `a and b`, `a, b and 3 more`.
+/// Lists names as text: `a`, `a and b`, `a, b and 3 more`.
 pub(crate) fn listing(names: &[String]) -> String {
     match names {
         [] => String::new(),
@@ -274,10 +275,10 @@ pub(crate) fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
     Ok(name.ok_or_else(message)?.to_owned())
 }
 
-/// Prefix of a count that is a part of the previous figure.
+/// Name prefix of a count that is a part of the figure before it.
 pub(crate) const PART: &str = "- ";
 
-/// Named figures, in the order they are shown.
+/// Named figures of a stage, in the order of display.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Facts(Vec<(String, Value)>);
 
@@ -287,7 +288,7 @@ impl Facts {
         self
     }
 
-    /// Adds parts of the previous figure, most frequent first.
+    /// Adds counts that are parts of the figure added last, most frequent first.
     pub(crate) fn add_parts(&mut self, counts: &BTreeMap<String, u64>) -> &mut Self {
         let mut sorted: Vec<_> = counts.iter().collect();
         sorted.sort_by_key(|(code, count)| (std::cmp::Reverse(**count), (*code).clone()));
@@ -310,24 +311,24 @@ impl Facts {
         self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value)
     }
 
-    /// A count, by name; 0 where there is none.
+    /// The count named `name`; 0 if there is none.
     pub(crate) fn count(&self, name: &str) -> u64 {
         self.get(name).and_then(Value::as_u64).unwrap_or(0)
     }
 
-    /// The counts that are parts of a figure, by name.
+    /// The counts that are parts of the figure `name`, by their names.
     pub(crate) fn parts(&self, name: &str) -> BTreeMap<String, u64> {
         let after = self.0.iter().skip_while(|(known, _)| known != name).skip(1);
         let parts = after.map_while(|(part, value)| Some((part.strip_prefix(PART)?.to_owned(), value.as_u64()?)));
         parts.collect()
     }
 
-    /// As an object.
+    /// The figures as a JSON object.
     pub fn to_json(&self) -> Value {
         Value::Object(self.0.iter().cloned().collect())
     }
 
-    /// One line a figure, values in a column.
+    /// The figures as text lines, one per figure, with aligned values.
     pub(crate) fn to_lines(&self) -> Vec<String> {
         let width = self.0.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
         self.0.iter().map(|(name, value)| format!("  {name:<width$}  {}", readable(value))).collect()

@@ -1,4 +1,4 @@
-//! Digests of the files that a stage wrote: a later stage never reads one that is missing, cut or changed.
+//! Digests of the files that a stage wrote, with which a later stage detects a missing, truncated or changed file before it reads it.
 
 use super::StageName;
 use crate::failure::Stop;
@@ -23,7 +23,7 @@ impl FileDigest {
         Ok(Self { bytes: path.metadata()?.len(), sha256: querl_core::fsx::digest_file(path)? })
     }
 
-    /// How `now` differs; `None` where it does not. `now` is `None` for a missing file.
+    /// How a file differs from this digest, in words; `None` if it does not. `now`: the current digest, `None` for a missing file.
     pub(crate) fn difference(&self, now: Option<&Self>) -> Option<String> {
         match now {
             None => Some("is missing".into()),
@@ -33,13 +33,13 @@ impl FileDigest {
     }
 }
 
-/// Files by path relative to the run directory.
+/// Digests of output files, by path relative to the run directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Outputs(BTreeMap<String, FileDigest>);
 
 impl Outputs {
-    /// The files at `paths` and in folders there; a missing path has none.
+    /// Computes the digests of the files at `paths` and in folders at `paths`; a missing path is skipped.
     pub(crate) fn of(root: &Path, paths: &[PathBuf]) -> anyhow::Result<Self> {
         let mut files = Self::default();
         paths.iter().try_for_each(|path| files.add(root, path))?;
@@ -62,7 +62,7 @@ impl Outputs {
         self.0.into_iter()
     }
 
-    /// Those of `files`.
+    /// The digests of `files` only.
     pub(crate) fn only(&self, root: &Path, files: &[PathBuf]) -> Self {
         let names: Vec<String> = files.iter().map(|file| relative(root, file)).collect();
         let kept = self.0.iter().filter(|(name, _)| names.contains(name));
@@ -73,14 +73,14 @@ impl Outputs {
         self.0.is_empty()
     }
 
-    /// An error that names the first file at or under `path` which is not as `stage` wrote it. Files that were added are fine.
+    /// Checks that the files at or under `path` are as `stage` wrote them; the error names the first difference. Added files are allowed.
     pub(crate) fn check(&self, root: &Path, stage: StageName, path: &Path) -> anyhow::Result<()> {
         let Some((file, difference)) = self.difference(root, path)? else { return Ok(()) };
         let remedy = format!("put the file back, or run `querl {stage} CONFIG --from {stage}` to make it again");
         Err(Stop::usage(format!("{}: {difference}; {remedy}", root.join(file).display())).into())
     }
 
-    /// The first file at or under `path` that is not as it was written, and how it differs.
+    /// The first file at or under `path` that differs from what was written, and how it differs.
     pub(crate) fn difference(&self, root: &Path, path: &Path) -> anyhow::Result<Option<(&str, String)>> {
         for (name, written) in &self.0 {
             let file = root.join(name);
@@ -98,7 +98,7 @@ impl Outputs {
         Ok(None)
     }
 
-    /// Digest of the files directly in the folder `path`, or of the file `path`, as they were written.
+    /// Recorded digest of the file `path`, or of the files directly in the folder `path`; `None` if nothing is recorded.
     pub(crate) fn digest(&self, root: &Path, path: &Path) -> Option<String> {
         if let Some(file) = self.0.get(&relative(root, path)) {
             return Some(file.sha256.clone());

@@ -1,18 +1,18 @@
-//! A fact of a plan in words: what was found, and what to do.
+//! Advice of a plan: a finding in words, and a recommended action.
 
 use serde::Serialize;
 
-/// How a fact bears on the outcome of a run.
+/// Effect of a finding on the outcome of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// Nothing to do.
+    /// No action is needed.
     Ok,
-    /// Not known yet.
+    /// The fact is not known yet.
     Unknown,
-    /// Makes a result less likely.
+    /// A good result is less likely.
     Weak,
-    /// Makes a result unlikely.
+    /// A good result is unlikely.
     Bad,
 }
 
@@ -27,16 +27,16 @@ impl Level {
     }
 }
 
-/// One fact and one sentence of what to do.
+/// A finding of the plan with a recommended action.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Advice {
-    /// Subject: `data`, `tokenizer`.
+    /// Subject of the finding, such as `data` or `tokenizer`.
     pub topic: &'static str,
-    /// How it bears on the outcome.
+    /// Effect of the finding on the outcome.
     pub level: Level,
-    /// What was found.
+    /// The finding, as a sentence.
     pub finding: String,
-    /// What to do.
+    /// The recommended action, as a sentence.
     pub action: String,
 }
 
@@ -50,23 +50,23 @@ impl Advice {
         Self { topic, level, finding: finding.into(), action: action.into() }
     }
 
-    /// For a terminal.
+    /// The advice as one line for a terminal.
     pub fn line(&self) -> String {
         format!("{} {:<10} {}; {}", self.level.mark(), self.topic, self.finding, self.action)
     }
 }
 
-/// `52 %`.
+/// Formats a share as a percentage: `52 %`.
 pub(super) fn percent(share: f64) -> String {
     format!("{:.0} %", 100.0 * share)
 }
 
-/// A share of two numbers; 0 where there is nothing to share.
+/// The quotient `part / of`; 0 if `of` is 0.
 pub(super) fn share(part: usize, of: usize) -> f64 {
     if of == 0 { 0.0 } else { part as f64 / of as f64 }
 }
 
-/// The mean; `None` of nothing.
+/// Mean of the values; `None` if there are none.
 pub(super) fn mean(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let (mut sum, mut n) = (0.0, 0.0);
     for value in values {

@@ -16,30 +16,30 @@ const MIN_GROUPS: usize = 8;
 /// Standard deviation of the difference of two independent coin flips, the largest of an uncorrelated pair: `sqrt(2 * 0.25)`.
 const WORST_CASE: f64 = std::f64::consts::FRAC_1_SQRT_2;
 
-/// Where the standard deviation comes from.
+/// Source of the standard deviation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviationSource {
-    /// Teacher minus raw query on the validation split.
+    /// Differences of teacher and raw query on the validation split.
     ValidationRows,
-    /// Two independent coin flips.
+    /// The worst case of an uncorrelated pair: two independent coin flips.
     WorstCase,
 }
 
 /// The final comparison of two systems on the same test queries.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ComparisonFacts {
-    /// Groups of test: paraphrases of one query count once.
+    /// Number of query groups of the test split; paraphrases of one query form one group.
     pub n_test_groups: usize,
-    /// Standard deviation of the difference of two systems on one group.
+    /// Standard deviation, over groups, of the difference of two systems.
     pub deviation: f64,
-    /// Where it comes from.
+    /// Source of the standard deviation.
     pub source: DeviationSource,
-    /// Standard error of the mean difference on test.
+    /// Expected standard error of the mean difference on the test split.
     pub standard_error: f64,
-    /// Groups with which the 95 % interval of a difference of 5 points excludes 0.
+    /// Number of groups with which the 95 % interval of a difference of 5 points excludes 0.
     pub n_needed: usize,
-    /// Groups with which four of five such experiments do so.
+    /// Number of groups with which a difference of 5 points is detected with a power of 80 %.
     pub n_needed_for_power: usize,
 }
 
@@ -63,7 +63,7 @@ impl ComparisonFacts {
         }
     }
 
-    /// In words.
+    /// The comparison as advice in words.
     pub fn advice(&self) -> Advice {
         let source = match self.source {
             DeviationSource::ValidationRows => "by validation rows",
@@ -109,7 +109,7 @@ fn differences(rows: &[LookedUpRow]) -> Vec<f64> {
     groups.into_values().map(|(sum, n)| sum / n).collect()
 }
 
-/// Of a sample, with n - 1; `None` for fewer than two values.
+/// Sample standard deviation (divisor n - 1); `None` for fewer than two values.
 pub(super) fn standard_deviation(values: &[f64]) -> Option<f64> {
     let n = values.len() as f64;
     if values.len() < 2 {

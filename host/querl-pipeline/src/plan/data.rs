@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 /// Training rows that the source plan expects at least (section 1.5); `stages/funnel.rs` warns below the same number.
 const FEW_TRAINING_ROWS: usize = 240;
 
-/// A writing system.
+/// Writing system of a letter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -26,7 +26,7 @@ pub enum Script {
 }
 
 impl Script {
-    /// Of a letter; `None` for digits, punctuation and spaces.
+    /// Script of a letter; `None` for digits, punctuation and spaces.
     fn of(character: char) -> Option<Self> {
         if !character.is_alphabetic() {
             return None;
@@ -53,16 +53,16 @@ impl Script {
 pub struct TextFacts {
     /// Number of texts.
     pub n_texts: usize,
-    /// Mean characters of a text.
+    /// Mean length of a text in characters.
     pub mean_chars: f64,
-    /// Shares of the letters by script.
+    /// Share of each script among the letters.
     pub scripts: BTreeMap<Script, f64>,
-    /// What the scripts suggest: `Chinese`, `Latin script`.
+    /// Language or script guessed from `scripts`, such as `Chinese` or `Latin script`.
     pub language: &'static str,
 }
 
 impl TextFacts {
-    /// Counts characters and scripts.
+    /// Counts the characters and scripts of texts.
     pub fn of<'a>(texts: impl IntoIterator<Item = &'a str>) -> Self {
         let (mut n_texts, mut n_chars, mut counts) = (0, 0, BTreeMap::<Script, usize>::new());
         for text in texts {
@@ -81,7 +81,7 @@ impl TextFacts {
         Self { n_texts, mean_chars: n_chars as f64 / n_texts.max(1) as f64, scripts, language }
     }
 
-    /// The script with most letters.
+    /// The script with the most letters; `None` without letters.
     pub fn main_script(&self) -> Option<Script> {
         self.scripts.iter().max_by(|one, other| one.1.total_cmp(other.1)).map(|(script, _)| *script)
     }
@@ -117,27 +117,27 @@ fn language(scripts: &BTreeMap<Script, f64>) -> &'static str {
     }
 }
 
-/// The query table, and the splits where the data stages are finished.
+/// Facts about the query table, and about the splits if the data stages are finished.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct DataFacts {
-    /// The queries.
+    /// Size and scripts of the queries.
     pub queries: TextFacts,
-    /// The passages; `None` where they are not known.
+    /// Size and scripts of the passages; `None` if the passages are not known.
     pub passages: Option<TextFacts>,
-    /// Queries whose gold passages are known.
+    /// Number of queries whose gold passages are known.
     pub n_with_gold: usize,
-    /// Queries with a history summary.
+    /// Number of queries with a history summary.
     pub n_with_history: usize,
-    /// Rows of train, val and test. Without the data stages as the configured shares give.
+    /// Number of rows of train, val and test; before the data stages, computed from the configured shares.
     pub n_rows: [usize; 3],
-    /// Groups of test: paraphrases of one query count once.
+    /// Number of query groups of the test split; paraphrases of one query form one group.
     pub n_test_groups: usize,
-    /// Training rows whose rewrite passed the filters; `None` without the data stages.
+    /// Number of training rows whose rewrite passed the filters; `None` before the data stages.
     pub n_targets: Option<usize>,
 }
 
 impl DataFacts {
-    /// In words.
+    /// The facts about the data as advice in words.
     pub fn advice(&self) -> Advice {
         let [train, val, test] = self.n_rows;
         let passages = self.passages.as_ref().map(|passages| format!("; {}", passages.brief("passages")));

@@ -5,7 +5,7 @@ use super::advice::{Advice, Level, mean, percent, share};
 use querl_core::records::{Hit, Split, retrieval_quality, win};
 use serde::Serialize;
 
-/// Passages of the lookup that the ranks are from.
+/// Number of passages that a lookup retrieves to determine the rank of the gold passage.
 pub(super) const DEPTH: usize = 50;
 /// Points of top-1 by which the oracle must exceed the raw query for rewriting to have much to gain.
 const LITTLE_HEADROOM: f64 = 0.03;
@@ -15,12 +15,12 @@ const MANY_ABSENT: f64 = 0.3;
 /// Standard errors of half a 95% interval.
 const Z: f64 = 1.96;
 
-/// What one text retrieved.
+/// Passages that one search text retrieves.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Lookup {
-    /// Hits with the configured limits.
+    /// Hits with the configured retrieval limits.
     pub hits: Vec<Hit>,
-    /// Rank of the first gold passage among [`DEPTH`], from 1; `None` where it is not among them.
+    /// Rank, from 1, of the first gold passage among the first [`DEPTH`] passages; `None` if there is none among them.
     pub deep_rank: Option<usize>,
 }
 
@@ -31,19 +31,19 @@ impl Lookup {
     }
 }
 
-/// Rank of the first gold passage, from 1.
+/// Rank, from 1, of the first hit that is a gold passage; `None` if no hit is.
 pub(super) fn gold_rank(hits: &[Hit], gold_ids: &[String]) -> Option<usize> {
     hits.iter().position(|hit| gold_ids.contains(&hit.id)).map(|index| index + 1)
 }
 
-/// A row whose raw query and teacher rewrite were looked up.
+/// Lookups of the raw query and the teacher's rewrite of a row.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct LookedUpRow {
     pub split: Split,
     pub group: String,
     pub gold_ids: Vec<String>,
     pub raw: Lookup,
-    /// Hits of query and history summary; `None` for a row without history.
+    /// Hits of the query followed by its history summary; `None` for a row without history.
     pub with_history: Option<Vec<Hit>>,
     pub teacher: Lookup,
 }
@@ -54,48 +54,49 @@ impl LookedUpRow {
     }
 }
 
-/// Figures of one side of a split.
+/// Retrieval figures of one system (raw query, with history, teacher or oracle) on a split.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SideFigures {
-    /// Share of rows with known gold passages whose first hit is one; `None` without such rows.
+    /// Top-1 accuracy: share of the rows with known gold passages whose first hit is a gold passage; `None` without such rows.
     pub top1: Option<f64>,
-    /// Mean reciprocal rank of the gold passage; `None` without such rows.
+    /// Mean reciprocal rank of the gold passage; `None` without rows with known gold passages.
     pub mrr: Option<f64>,
     /// Mean retrieval quality, 0 to 1: see `querl_core::records::retrieval_quality`.
     pub quality: f64,
 }
 
-/// Raw query, teacher and the better of both, on the rows of one split.
+/// Headroom on one split: retrieval figures of the raw query, the teacher and the better of both (oracle).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SplitHeadroom {
-    /// The split.
+    /// The split, train or val.
     pub split: Split,
-    /// Rows that both sides looked up.
+    /// Number of rows for which both raw query and teacher's rewrite were looked up.
     pub n_rows: usize,
-    /// Those with known gold passages.
+    /// Number of these rows that have known gold passages.
     pub n_gold: usize,
-    /// The query itself.
+    /// Figures of the raw query.
     pub raw: SideFigures,
-    /// The query and its history summary, where it has one; `None` where no row has.
+    /// Figures of the query followed by its history summary, if it has one; `None` if no row has one.
     pub with_history: Option<SideFigures>,
-    /// The teacher's rewrite.
+    /// Figures of the teacher's rewrite.
     pub teacher: SideFigures,
-    /// The better of both, row by row.
+    /// Figures of the oracle: the better of raw query and teacher's rewrite, row by row.
     pub oracle: SideFigures,
-    /// Mean of 1 where the teacher retrieves better than the raw query, 0.5 for a tie, 0 where worse.
+    /// Win rate of the teacher against the raw query by retrieval quality; a tie counts 0.5.
     pub teacher_win_rate: f64,
-    /// Standard errors of teacher, oracle, and query with history, each minus raw query, paired by row; `None` for fewer than two rows.
+    /// Standard errors of three differences paired by row: teacher, oracle, and query with history, each minus the raw query. `None` for
+    /// fewer than two rows.
     pub errors: [Option<f64>; 3],
 }
 
-/// Headroom of the teacher.
+/// Headroom of the teacher over the raw query.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TeacherHeadroom {
-    /// Train and val.
+    /// Headroom of each of train and val.
     pub splits: Vec<SplitHeadroom>,
-    /// Lookups that failed; their rows are left out.
+    /// Number of rows that are left out because a lookup failed.
     pub n_failed: usize,
-    /// Whether scores of hits say which is right. Without a reranker or lexicon they count shared words, and win rates say nothing.
+    /// Whether the win rate is meaningful: without a reranker or lexicon, scores of hits only count shared words.
     #[serde(skip)]
     has_win_rate: bool,
 }
@@ -109,7 +110,7 @@ impl TeacherHeadroom {
         Self { splits: [Split::Train, Split::Val].into_iter().filter_map(of_split).collect(), n_failed, has_win_rate }
     }
 
-    /// In words. Decides by train, or by val where train is not known.
+    /// The headroom of the teacher as advice in words, by the figures of train, or of val if there are none of train.
     pub fn advice(&self) -> Advice {
         let Some(headroom) = self.splits.first() else {
             let finding = "no row has both a rewrite and its lookup";
@@ -253,14 +254,14 @@ fn is_shown(difference: f64, error: Option<f64>) -> bool {
     error.is_some_and(|error| difference > Z * error)
 }
 
-/// Of the mean; `None` for fewer than two values.
+/// Standard error of the mean; `None` for fewer than two values.
 fn standard_error(values: &[f64]) -> Option<f64> {
     let (n, mean) = (values.len() as f64, mean(values.iter().copied())?);
     let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
     (values.len() > 1).then(|| (squares / (n - 1.0) / n).sqrt())
 }
 
-/// Ranks of the gold passage among the first 50.
+/// Histogram of the ranks of the gold passage among the first 50 passages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[allow(missing_docs)]
 pub struct RankHistogram {
@@ -296,19 +297,19 @@ impl RankHistogram {
     }
 }
 
-/// Headroom of retrieval: where the gold passages are.
+/// Headroom of retrieval: the ranks of the gold passages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct RetrievalHeadroom {
-    /// Of raw queries.
+    /// Ranks for the raw queries.
     pub raw: RankHistogram,
-    /// Of the teacher's rewrites.
+    /// Ranks for the teacher's rewrites.
     pub teacher: RankHistogram,
-    /// Rows whose gold passage neither side has among the first 50.
+    /// Number of rows whose gold passage is among the first 50 neither for the raw query nor for the teacher's rewrite.
     pub n_absent_for_both: usize,
 }
 
 impl RetrievalHeadroom {
-    /// Of the rows with known gold passages; `None` without one.
+    /// Computes the ranks over the rows with known gold passages; `None` if there are no such rows.
     pub(super) fn of(rows: &[LookedUpRow]) -> Option<Self> {
         let with_gold: Vec<&LookedUpRow> = rows.iter().filter(|row| !row.gold_ids.is_empty()).collect();
         let is_absent = |row: &&&LookedUpRow| row.raw.deep_rank.is_none() && row.teacher.deep_rank.is_none();
@@ -319,7 +320,7 @@ impl RetrievalHeadroom {
         })
     }
 
-    /// In words.
+    /// The headroom of retrieval as advice in words.
     pub fn advice(&self) -> Advice {
         let n = self.raw.n();
         let absent = share(self.n_absent_for_both, n);

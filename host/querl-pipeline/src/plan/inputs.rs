@@ -1,4 +1,4 @@
-//! What a plan is made from: the query table, the files of the data stages where they are finished, and the passages.
+//! Data that a plan reads: the query table, the files of the data stages if these are finished, and the passages.
 
 use super::data::{DataFacts, TextFacts};
 use crate::ledger::{Inputs, Ledger, StageName, rows_of};
@@ -8,19 +8,19 @@ use querl_core::run_dir::RunDir;
 use querl_data::{RowSplits, Rows, open_queries, read_passages};
 use std::collections::HashSet;
 
-/// Texts that a plan looks at.
+/// Queries, splits, rewrites and passages for a plan.
 pub(super) struct PlanInputs {
-    /// Of the dataset, or of the table.
+    /// Queries of the dataset, or of the query table before the data stages.
     pub queries: Vec<QueryRow>,
-    /// Train, val and test; `None` until the data stages are finished.
+    /// Rows of train, val and test; `None` before the data stages are finished.
     pub splits: Option<[Vec<DatasetRow>; 3]>,
-    /// Rewrites with their hits; empty until then.
+    /// Teacher rewrites with their hits; empty before the data stages are finished.
     pub validated: Vec<ValidatedRecord>,
-    /// Texts of the knowledge base, or of the passages that the teacher's rewrites found.
+    /// Texts of the knowledge base, or of the passages that the teacher's rewrites retrieved.
     pub passages: Vec<String>,
-    /// Rows of train, val and test: counted, or expected by the shares.
+    /// Number of rows of train, val and test: counted, or computed from the configured shares.
     pub n_rows: [usize; 3],
-    /// Groups of test.
+    /// Number of query groups of the test split.
     pub n_test_groups: usize,
 }
 
@@ -92,7 +92,7 @@ impl PlanInputs {
         }
     }
 
-    /// Rows of train; empty without the data stages.
+    /// Rows of train; empty before the data stages.
     pub(super) fn train(&self) -> &[DatasetRow] {
         self.splits.as_ref().map(|[train, ..]| train.as_slice()).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! Looks up raw queries and teacher rewrites of train and val, with the configured limits and to the depth of the rank histogram.
+//! Lookups of the raw queries and teacher rewrites of train and val, with the configured limits and to the depth of the rank histogram.
 
 use super::headroom::{DEPTH, LookedUpRow, Lookup, gold_rank};
 use super::inputs::PlanInputs;
@@ -18,7 +18,7 @@ const ROWS_OF_INDEX: usize = 200;
 /// Rows of a split where a service is called, or a model in this process computes: at most five lookups of a row.
 const ROWS_OF_SERVICE: usize = 16;
 
-/// The rows that both sides looked up, and the number of rows whose lookup failed.
+/// Rows whose raw query and teacher's rewrite were looked up, and the number of rows whose lookup failed.
 pub(super) struct LookedUp {
     pub rows: Vec<LookedUpRow>,
     pub n_failed: usize,

@@ -1,5 +1,5 @@
-//! Loss of the base model on the tenant's own texts, against that of a unigram model: a base that does not know the language is noise, and
-//! fine-tuning on a few hundred rows does not teach it.
+//! Loss of the base model on the tenant's texts, compared with a unigram model: a base that does not know the language produces noise, and
+//! fine-tuning on a few hundred rows does not teach it the language.
 
 use super::advice::{Advice, Level};
 use anyhow::Context;
@@ -22,14 +22,14 @@ const UNIGRAM_SHARE: f64 = 0.9;
 /// The same for a base that uses little of it: less than a quarter of what the token frequencies leave open. Not measured.
 const WEAK_UNIGRAM_SHARE: f64 = 0.75;
 
-/// Loss on one kind of text, summed over tokens.
+/// Loss on one kind of text (rewrites or passages), summed over tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct TextLoss {
-    /// Texts.
+    /// Number of texts.
     pub n_texts: usize,
-    /// Predicted tokens.
+    /// Number of predicted tokens.
     pub n_tokens: usize,
-    /// Characters of those tokens' texts.
+    /// Number of characters of the predicted tokens.
     pub n_chars: usize,
     /// Loss of the base model in nats.
     pub nats: f64,
@@ -38,17 +38,17 @@ pub struct TextLoss {
 }
 
 impl TextLoss {
-    /// Nats per token.
+    /// Loss of the base model in nats per token.
     pub fn per_token(&self) -> f64 {
         self.nats / self.n_tokens.max(1) as f64
     }
 
-    /// Nats per character, which tokenizers do not change.
+    /// Loss of the base model in nats per character, which can be compared between tokenizers.
     pub fn per_char(&self) -> f64 {
         self.nats / self.n_chars.max(1) as f64
     }
 
-    /// Nats per token of the unigram model.
+    /// Loss of the unigram model in nats per token.
     pub fn unigram_per_token(&self) -> f64 {
         self.unigram_nats / self.n_tokens.max(1) as f64
     }
@@ -69,18 +69,18 @@ impl TextLoss {
     }
 }
 
-/// Loss of the base model.
+/// Loss of the base model on rewrites and on passages.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct LossFacts {
-    /// On rewrites to be learned, given their prompts; `None` without the data stages.
+    /// Loss on the target rewrites, given their prompts; `None` before the data stages.
     pub targets: Option<TextLoss>,
-    /// On passages.
+    /// Loss on passages; `None` if the passages are not known.
     pub passages: Option<TextLoss>,
 }
 
 impl LossFacts {
-    /// In words. The loss on what SFT learns decides, that on passages only where there are no rewrites yet: a base may know the passages by heart
-    /// and write nothing that it is asked for. Such a base may learn the form, which makes it weak and not bad.
+    /// The loss as advice in words. The loss on the targets of SFT decides; the loss on passages only if there are no rewrites yet, since a
+    /// base may have memorised the passages without being able to write a rewrite. Such a base may learn the form: it is weak, not bad.
     pub fn advice(&self) -> Advice {
         let of = |what: &str, loss: &TextLoss| {
             let [weak, bad] = loss.limits();
@@ -126,8 +126,8 @@ impl LossFacts {
     }
 }
 
-/// Loss in nats of a unigram model on the sequences that it is estimated from, each token left out for its own prediction. Tokens that occur
-/// once share the probability that Witten and Bell give to new ones.
+/// Loss in nats of a unigram model on the sequences that it is estimated from, by leave-one-out. Tokens that occur once share the
+/// probability that the Witten-Bell estimate gives to new tokens.
 ///
 /// Source: Witten and Bell 1991, "The zero-frequency problem", method C.
 pub(super) fn unigram_nats(sequences: &[Vec<u32>], vocab_size: usize) -> f64 {
@@ -203,7 +203,7 @@ fn text_loss(decoder: &Decoder, sequences: &[Sequence]) -> anyhow::Result<TextLo
     Ok(total)
 }
 
-/// At most `n` of the items that are wanted, evenly spread.
+/// At most `n` of the items for which `wanted` is true, evenly spaced.
 pub(super) fn spread<T>(items: &[T], n: usize, wanted: impl Fn(&T) -> bool) -> Vec<&T> {
     let found: Vec<&T> = items.iter().filter(|item| wanted(item)).collect();
     let taken = n.min(found.len());

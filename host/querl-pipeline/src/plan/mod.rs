@@ -46,41 +46,41 @@ use tokens::coverage;
 /// Texts of one kind whose tokens are counted.
 const N_TOKENIZED: usize = 256;
 
-/// Expensive parts to leave out.
+/// Expensive parts of a plan to leave out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PlanOptions {
-    /// No forward pass of the base model. Where its folder is not there yet, no tokenizer and no trial rollout either.
+    /// Skip the forward pass of the base model; if the model's folder does not exist yet, also the tokenizer and the trial rollout.
     pub skip_model: bool,
-    /// No trial rollout, and no plugin is opened.
+    /// Skip the trial rollout, so that no plugin is opened.
     pub skip_rollout: bool,
 }
 
-/// Everything that `querl plan` says.
+/// Result of `querl plan`: all facts, and the advice derived from them.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
-    /// Size and language.
+    /// Size and language of the data.
     pub data: DataFacts,
-    /// Coverage of the tokenizer; `None` where there is no model yet.
+    /// Coverage of the tokenizer; `None` if the model does not exist yet.
     pub tokenizer: Option<TokenizerFacts>,
-    /// `None` where it was left out.
+    /// Loss of the base model; `None` if it was skipped.
     pub base_model: Option<LossFacts>,
-    /// `None` without the data stages or without retrieval.
+    /// Headroom of the teacher; `None` before the data stages or without retrieval.
     pub teacher: Option<TeacherHeadroom>,
-    /// `None` without known gold passages.
+    /// Headroom of retrieval; `None` without known gold passages.
     pub retrieval: Option<RetrievalHeadroom>,
-    /// `None` where it was left out, and without the data stages.
+    /// Result of the trial rollout; `None` if it was skipped, and before the data stages.
     pub rollout: Option<RolloutFacts>,
-    /// The final comparison.
+    /// Expected precision of the final comparison on the test split.
     pub test: ComparisonFacts,
-    /// `None` where the knowledge base has all, or a service has the passages.
+    /// Gold passage ids that the knowledge base lacks; `None` if it has all, or if a service has the passages.
     pub unknown_gold_ids: Option<UnknownGoldIds>,
-    /// Settings, files and plugins of the data stages that are others now.
+    /// Names of the settings, files and plugins that have changed since the data stages ran.
     pub changed_since_data: Vec<String>,
-    /// Each fact in words.
+    /// Advice on each fact.
     pub advice: Vec<Advice>,
 }
 
-/// Plans a training.
+/// Computes the plan of a training.
 ///
 /// # Errors
 /// The table, a file of the run, the model, retrieval or a plugin cannot be used.
@@ -147,7 +147,10 @@ fn look_up(config: &Config, inputs: &PlanInputs, run: Option<&Run>) -> anyhow::R
     if let Some(run) = run {
         return look_up_in(config, inputs, &run.outside, &run.runtime);
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the async runtime (tokio)")?;
     look_up_in(config, inputs, &outside_for_scoring(config)?, &runtime)
 }
 
@@ -240,14 +243,14 @@ impl Plan {
         advice
     }
 
-    /// For a terminal.
+    /// The plan as text for a terminal.
     pub fn to_text(&self) -> String {
         let lines: String = self.advice.iter().map(|advice| advice.line() + "\n").collect();
         lines + "(ok: nothing to do; ?: not known; !: a gain is less likely; !!: a gain is unlikely)\n"
     }
 }
 
-/// The cheap facts, at the start of a run: data, tokenizer and test. No pass of a model, no call.
+/// Advice from the facts that cost nothing (data, tokenizer, test split), for the start of a run; runs no model and makes no external call.
 ///
 /// # Errors
 /// As [`plan`].
@@ -260,7 +263,7 @@ pub fn summary(config: &Config) -> anyhow::Result<Vec<Advice>> {
     Ok(advice)
 }
 
-/// Logs the [`summary`]. What it cannot read is for the stages to report.
+/// Logs the [`summary`]. Errors are ignored here, since the stages report them.
 pub fn log_summary(config: &Config) {
     match summary(config) {
         Ok(advice) => advice.iter().for_each(|advice| tracing::info!("{}", advice.line())),
@@ -268,7 +271,7 @@ pub fn log_summary(config: &Config) {
     }
 }
 
-/// Plans the training of a configuration on a cluster of GPUs. `shapes`: another model than the configured one.
+/// Predicts the training of a configuration on a cluster of GPUs. `shapes`: shapes of a model to use instead of the configured one.
 ///
 /// # Errors
 /// The table, a file of the run, the tokenizer or the model's `config.json` cannot be read.

@@ -1,4 +1,5 @@
-//! A trial rollout: a few queries with several samples each, scored by the environment of training. Groups without variance teach nothing.
+//! A trial rollout: a few queries with several samples each, scored by the environment of training. Groups without reward variance have no
+//! gradient in group-relative algorithms.
 
 use super::advice::{Advice, Level, mean, percent, share};
 use super::comparison::standard_deviation;
@@ -18,9 +19,9 @@ use serde::Serialize;
 use std::collections::HashSet;
 use std::time::Duration;
 
-/// Queries of the rollout.
+/// Number of queries of the trial rollout.
 pub(super) const N_QUERIES: usize = 8;
-/// Samples per query.
+/// Number of samples per query of the trial rollout.
 pub(super) const N_SAMPLES: usize = 4;
 /// Name of the policy where fine-tuning is not finished.
 const BASE: &str = "base";
@@ -32,39 +33,39 @@ const BAD_SHARE: f64 = 0.9;
 /// Fewest characters, without spaces, of a text that can be repetitive.
 const MIN_REPETITIVE: usize = 6;
 
-/// Rewards of one query's samples.
+/// Rewards and counts of one query's samples.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct SampledGroup {
-    /// Totals of the samples that have one.
+    /// Total rewards of the scored samples.
     pub totals: Vec<f64>,
-    /// Distinct rewrites among the samples; repetitive ones do not count.
+    /// Number of distinct rewrites, without repetitive ones.
     pub n_distinct: usize,
-    /// Samples whose rewrite repeats one character or a short text: see [`is_repetitive`].
+    /// Number of samples whose rewrite repeats one character or a short text: see [`is_repetitive`].
     pub n_repetitive: usize,
-    /// Samples that could not be scored.
+    /// Number of samples that could not be scored.
     pub n_dropped: usize,
-    /// Samples without a rewrite, empty ones included.
+    /// Number of samples without a rewrite or with an empty one.
     pub n_empty: usize,
-    /// Samples that reached `rl.max_new_tokens`.
+    /// Number of samples that reached `rl.max_new_tokens`.
     pub n_truncated: usize,
 }
 
 /// Result of the trial rollout.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RolloutFacts {
-    /// `sft`, or `base` where fine-tuning is not finished.
+    /// Sampled policy: `sft`, or `base` if fine-tuning is not finished.
     pub policy: &'static str,
-    /// Queries.
+    /// Number of queries.
     pub n_groups: usize,
-    /// Samples in all.
+    /// Number of samples of all queries.
     pub n_samples: usize,
-    /// Mean total; `None` where no sample was scored.
+    /// Mean reward of the scored samples; `None` if no sample was scored.
     pub mean_reward: Option<f64>,
-    /// Mean standard deviation of the totals within a group; `None` where no group has two scored samples.
+    /// Mean standard deviation of the rewards within a group; `None` if no group has two scored samples.
     pub deviation_within_groups: Option<f64>,
-    /// Share of groups with two scored samples whose totals are all equal.
+    /// Share of groups whose rewards are all equal, of the groups with at least two scored samples.
     pub zero_variance_share: f64,
-    /// Share of distinct rewrites, 0 to 1; repetitive ones do not count.
+    /// Number of distinct rewrites, without repetitive ones, divided by the number of samples.
     pub distinct_share: f64,
     /// Share of samples whose rewrite repeats one character or a short text.
     pub repetitive_share: f64,
@@ -96,7 +97,7 @@ impl RolloutFacts {
         }
     }
 
-    /// In words.
+    /// The result of the trial rollout as advice in words.
     pub fn advice(&self) -> Advice {
         let (Some(reward), Some(deviation)) = (self.mean_reward, self.deviation_within_groups) else {
             let finding = format!("none of {} samples was scored", self.n_samples);
@@ -142,7 +143,8 @@ impl RolloutFacts {
         Advice::new("rollout", level, finding, action)
     }
 
-    /// As [`Self::advice`]; where the base is noise, the advice on the base comes first: samples of noise say little about rewards and prompts.
+    /// As [`Self::advice`], but refers to the advice on the base model if the base produces noise, since samples of noise say little about
+    /// rewards and prompts.
     pub(super) fn advice_after(&self, base_model: Option<&Advice>) -> Advice {
         let own = self.advice();
         let is_noise = base_model.is_some_and(|base_model| base_model.level == Level::Bad);

@@ -1,4 +1,4 @@
-//! Coverage of the tokenizer: how many tokens the tenant's texts take, and how many of those are parts of a character.
+//! Coverage of the tokenizer: number of tokens of the tenant's texts, and number of tokens that are only a part of a character.
 
 use super::advice::{Advice, Level, percent, share};
 use super::data::{Script, TextFacts};
@@ -28,26 +28,26 @@ fn most_tokens_per_char(script: Option<Script>) -> (f64, f64) {
     }
 }
 
-/// Tokens of a set of texts.
+/// Token counts of a set of texts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Coverage {
-    /// Characters.
+    /// Number of characters.
     pub n_chars: usize,
-    /// Tokens.
+    /// Number of tokens.
     pub n_tokens: usize,
-    /// Tokens that are a part of a character (byte fallback), or unknown.
+    /// Number of tokens that are a part of a character (byte fallback) or the unknown token.
     pub n_fragments: usize,
-    /// The script with most letters.
+    /// The script with the most letters; `None` without letters.
     pub script: Option<Script>,
 }
 
 impl Coverage {
-    /// Tokens per character.
+    /// Mean number of tokens per character.
     pub fn tokens_per_char(&self) -> f64 {
         share(self.n_tokens, self.n_chars)
     }
 
-    /// Share of tokens that are parts of a character or unknown.
+    /// Share of tokens that are a part of a character or the unknown token.
     pub fn fragment_share(&self) -> f64 {
         share(self.n_fragments, self.n_tokens)
     }
@@ -79,12 +79,12 @@ fn is_fragment(text: &str) -> bool {
     text.is_empty() || text.contains('\u{fffd}') || (text.starts_with("<0x") && text.ends_with('>'))
 }
 
-/// Characters that are written as parts, since the vocabulary has no token for them.
+/// Characters that are encoded as several byte tokens, since the vocabulary has no token for them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct UnknownChars {
-    /// Their share of the characters, spaces aside.
+    /// Share of these characters among all characters other than spaces.
     pub share: f64,
-    /// The most frequent ones.
+    /// The most frequent of these characters.
     pub examples: String,
 }
 
@@ -103,7 +103,7 @@ impl UnknownChars {
     }
 }
 
-/// Counts the tokens of texts, of each at most 2,000 characters, and the characters without a token.
+/// Counts the tokens of texts and the characters without a token; of each text at most the first 2,000 characters.
 ///
 /// # Errors
 /// The tokenizer fails.
@@ -139,21 +139,21 @@ pub(super) fn coverage<'a>(
     Ok((coverage, UnknownChars::of(unknown, n_visible)))
 }
 
-/// Coverage of queries and passages.
+/// Coverage of queries and passages by the tokenizer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TokenizerFacts {
-    /// Tokens of the vocabulary.
+    /// Vocabulary size.
     pub vocab_size: usize,
-    /// Of a sample of the queries.
+    /// Tokenizer statistics of a sample of the queries.
     pub unknown_query_chars: UnknownChars,
-    /// Of a sample of the queries.
+    /// Tokenizer statistics of a sample of the queries.
     pub queries: Coverage,
-    /// Of a sample of the passages.
+    /// Tokenizer statistics of a sample of the passages; `None` if the passages are not known.
     pub passages: Option<Coverage>,
 }
 
 impl TokenizerFacts {
-    /// In words. The worse of queries and passages decides.
+    /// The coverage as advice in words, by the worse of queries and passages.
     pub fn advice(&self) -> Advice {
         let passages = self.passages.as_ref().map(|passages| format!("; {}", passages.brief("passages")));
         let mut finding = format!("{}{}", self.queries.brief("queries"), passages.unwrap_or_default());

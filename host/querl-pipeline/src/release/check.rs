@@ -25,32 +25,32 @@ const MAX_EVIDENCE_BYTES: u64 = 64 << 20;
 const TENANT: &str = "tenant";
 const TEACHER_REWRITES: &str = "validated.jsonl of validate";
 
-/// What a run is compared with.
+/// The system that a run is compared with.
 pub enum Against {
-    /// The queries unchanged, as the run's evaluation has them.
+    /// The raw queries, with the results of the run's evaluation.
     Raw,
-    /// The teacher's rewrites, as the run's evaluation has them.
+    /// The teacher's rewrites, with the results of the run's evaluation.
     Teacher,
     /// Another run.
     Run(Box<ServedRun>),
 }
 
-/// How runs are compared.
+/// Metric and margin of the comparison.
 #[derive(Debug, Clone, Copy)]
 pub struct CheckOptions {
     /// The metric that decides.
     pub metric: Metric,
-    /// The largest loss that is accepted, in units of the metric; at most a tenth of its scale.
+    /// Non-inferiority margin: the largest accepted loss, in units of the metric; at most a tenth of the metric's scale.
     pub margin: f64,
 }
 
-/// A comparison with the models that it is about.
+/// Result of a check: the comparison, the names of the compared systems, and the evidence.
 pub struct CheckedComparison {
-    /// The figures.
+    /// Figures of the comparison.
     pub comparison: Comparison,
-    /// What the sides are called.
+    /// Names of the two compared systems.
     pub names: [String; 2],
-    /// As stored in the folder of the run.
+    /// Evidence as JSON, as stored in the folder of the run.
     pub evidence: Value,
 }
 
@@ -77,9 +77,9 @@ enum StoredVerdict {
 
 #[derive(Debug, Serialize, Deserialize)]
 struct StoredAgainst {
-    /// `raw`, `teacher`, or a run's folder.
+    /// Name of the system compared with: `raw`, `teacher`, or a run's folder.
     name: String,
-    /// Of a run.
+    /// Model identity if compared with another run; `None` for `raw` and `teacher`.
     #[serde(flatten)]
     identity: Option<ModelIdentity>,
 }
@@ -236,11 +236,11 @@ fn is_of_scores(name: &str, metric: Metric) -> bool {
     }
 }
 
-/// The passed check of a model against what serves now, `None` for raw and teacher, as an entry of the history has it. A loss in one metric
-/// is not made good by another.
+/// The passed check of a model against the release that serves now, as JSON for the history; for `current` = `None`, against raw and
+/// teacher. If any check against the same system is lost, a check passed with another metric does not count.
 ///
 /// # Errors
-/// There is none of exactly these digests, or one is lost; the sentence names the command that makes it.
+/// No check of exactly these models has passed, or one is lost; the message names the command that checks.
 pub(super) fn passed_check(
     dir: &RunDir,
     model: &ModelIdentity,

@@ -1,4 +1,4 @@
-//! What a service serves of a releases folder.
+//! Serving of a releases folder: a service loads the current releases and follows changes.
 
 use super::history::{Action, HistoryEntry, Release, ReleasesFolder, TenantReleases};
 use super::promote::check_unchanged;
@@ -9,20 +9,20 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A releases folder and the models of a service that follows it.
+/// A releases folder, and the models of a service that follows its changes.
 pub struct FollowedReleases {
     folder: ReleasesFolder,
     models: Arc<ServedModels>,
     find: fn(&Path) -> anyhow::Result<ServedRun>,
-    /// What is served, by role and tenant.
+    /// Served releases by role and tenant.
     served: Mutex<BTreeMap<(Role, String), Release>>,
 }
 
 impl FollowedReleases {
-    /// The current run of each tenant, to be loaded.
+    /// Current release and run of each tenant, for loading.
     ///
     /// # Errors
-    /// There is none, or one is not as it was released.
+    /// There is no release, or the files of a release have changed since it was released.
     pub fn current_runs(
         folder: &ReleasesFolder,
         find: fn(&Path) -> anyhow::Result<ServedRun>,
@@ -45,7 +45,7 @@ impl FollowedReleases {
         }
     }
 
-    /// Follows a folder whose current releases `loaded` are served by `models`.
+    /// Starts following `folder`. `models` serve its current releases `loaded`, each with the name of its tenant.
     pub fn new(
         folder: ReleasesFolder,
         models: Arc<ServedModels>,

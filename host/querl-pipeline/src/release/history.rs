@@ -1,4 +1,4 @@
-//! The releases folder: an append-only history, from which everything else follows.
+//! The releases folder: an append-only history, from which the current releases are computed.
 
 use crate::failure::Stop;
 use crate::serving::ModelIdentity;
@@ -14,32 +14,32 @@ use std::path::{Path, PathBuf};
 const HISTORY: &str = "history.jsonl";
 const LOCK: &str = ".lock";
 
-/// A run that serves or served a tenant.
+/// A released run of a tenant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Release {
-    /// Its folder: absolute, or relative to the folder that the releases folder is in.
+    /// Folder of the run: absolute, or relative to the parent of the releases folder.
     pub run: PathBuf,
-    /// What its rewrites depend on.
+    /// Model identity of the run: digests of everything that its rewrites depend on.
     #[serde(flatten)]
     pub identity: ModelIdentity,
 }
 
 querl_core::named_enum! {
-    /// What happened.
+    /// Kind of a change in the history of releases.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
     #[serde(rename_all = "snake_case")]
     pub enum Action {
-        /// A run became the current one; a candidate ended.
+        /// A run became the current release; the candidate, if any, ended.
         Promote = "promote",
-        /// A run became a candidate with a share of the traffic.
+        /// A run became a canary: a candidate with a share of the traffic.
         Canary = "canary",
-        /// A run became a candidate without traffic.
+        /// A run became a shadow: a candidate that gets copies of requests, and whose responses are not sent.
         Shadow = "shadow",
-        /// The run that served before became the current one again.
+        /// The previous release became the current one again.
         Rollback = "rollback",
-        /// A candidate was ended by an operator.
+        /// An operator ended the candidate.
         EndCandidate = "end_candidate",
-        /// A candidate was ended by a service, since it exceeded a limit.
+        /// A service ended the candidate because it exceeded a limit.
         AutomaticReturn = "automatic_return",
     }
 }
@@ -47,43 +47,43 @@ querl_core::named_enum! {
 /// One line of the history.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HistoryEntry {
-    /// RFC 3339.
+    /// Time of the change in RFC 3339 format, UTC.
     pub time: String,
-    /// The tenant.
+    /// Name of the tenant.
     pub tenant: String,
-    /// What happened.
+    /// Kind of a change in the history of releases.
     pub action: Action,
-    /// The run that it happened to.
+    /// The run that was released, or the candidate that ended.
     #[serde(flatten)]
     pub release: Release,
-    /// Share of the traffic of a canary.
+    /// Share of the traffic, 0 to 1, of a canary; `None` for other changes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share: Option<f64>,
-    /// Folder and version of what it replaced.
+    /// Folder and version of the release that this one replaced; `None` if it replaced none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaced: Option<Replaced>,
-    /// The passed check.
+    /// Evidence of the passed check; `None` if no check was made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evidence: Option<serde_json::Value>,
-    /// Why there is no check, or why a candidate ended.
+    /// Why no check was made, or why a candidate ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// The user, where known.
+    /// User who made the change, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub who: Option<String>,
 }
 
-/// What served before.
+/// The release that served before.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Replaced {
-    /// Its folder.
+    /// Folder of the run.
     pub run: PathBuf,
-    /// Its version.
+    /// Version of the model.
     pub version: String,
 }
 
 impl HistoryEntry {
-    /// An entry of now, without its optional fields.
+    /// An entry with the current time and without optional fields.
     pub(super) fn new(tenant: &str, action: Action, release: Release) -> Self {
         let time = Utc::now().to_rfc3339_opts(SecondsFormat::Secs, true);
         let (share, replaced, evidence, reason, who) = (None, None, None, None, None);
@@ -94,24 +94,24 @@ impl HistoryEntry {
 /// The releases of one tenant.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TenantReleases {
-    /// What serves.
+    /// The release that serves; `None` if there is none.
     pub current: Option<Release>,
-    /// What served before, the latest last: a rollback returns to it.
+    /// Releases that served before, oldest first; a rollback returns to the last.
     pub earlier: Vec<Release>,
-    /// What is tried next to the current one.
+    /// The candidate that is tried next to the current release.
     pub candidate: Option<CandidateRelease>,
-    /// The last candidate that a service has ended, and why.
+    /// Version of the last candidate that a service ended, and the reason.
     pub returned: Option<(String, String)>,
 }
 
-/// A run that is tried.
+/// A candidate: a run that is tried next to the current release.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CandidateRelease {
-    /// Number of the line that started it.
+    /// Line number in the history at which the candidate started.
     pub id: usize,
-    /// The run.
+    /// The candidate's run.
     pub release: Release,
-    /// Its traffic.
+    /// Traffic of the candidate: canary with its share, or shadow.
     pub mode: CandidateMode,
 }
 
@@ -141,24 +141,24 @@ impl TenantReleases {
     }
 }
 
-/// The folder, which need not exist yet.
+/// A releases folder, which need not exist yet.
 #[derive(Debug, Clone)]
 pub struct ReleasesFolder {
     path: PathBuf,
 }
 
 impl ReleasesFolder {
-    /// The folder at `path`.
+    /// The releases folder at `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into() }
     }
 
-    /// Its path.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The lines of the history.
+    /// Reads the entries of the history, oldest first.
     ///
     /// # Errors
     /// The file cannot be read, or a line is not an entry.
@@ -176,7 +176,7 @@ impl ReleasesFolder {
         })
     }
 
-    /// The releases of each tenant.
+    /// Reads the releases of each tenant, by tenant name.
     ///
     /// # Errors
     /// As [`entries`](Self::entries).
@@ -184,11 +184,11 @@ impl ReleasesFolder {
         Ok(tenants_of(&self.entries()?))
     }
 
-    /// Appends the entry that `make` returns for the present releases; other processes wait meanwhile. `None` changes nothing. For a folder
-    /// that is missing `make` is called twice, so that a refusal makes none.
+    /// Appends the entry that `make` returns for the current releases, while other processes are locked out; `None` appends nothing. For a
+    /// missing folder, `make` is called twice, so that the folder is not created if `make` fails.
     ///
     /// # Errors
-    /// That of `make`, or the folder cannot be read or written; the history is then as before.
+    /// The error of `make`, or the folder cannot be read or written; the history is then unchanged.
     pub(super) fn append(
         &self,
         make: impl Fn(&BTreeMap<String, TenantReleases>) -> anyhow::Result<Option<HistoryEntry>>,
@@ -215,14 +215,14 @@ impl ReleasesFolder {
         Ok(file)
     }
 
-    /// The form of a run's folder in the history.
+    /// A run's folder as the history stores it, relative to the parent of the releases folder if possible.
     pub(super) fn relative(&self, run: &Path) -> anyhow::Result<PathBuf> {
         let run = std::fs::canonicalize(run).with_context(|| format!("{}: cannot be read", run.display()))?;
         let shared = self.shared_folder();
         Ok(run.strip_prefix(&shared).map(Path::to_owned).unwrap_or(run))
     }
 
-    /// The folder of a run of the history.
+    /// Path of the run folder of a release.
     pub fn run_folder(&self, release: &Release) -> PathBuf {
         let shared = self.shared_folder();
         // As the user would write it.
@@ -239,7 +239,7 @@ impl ReleasesFolder {
     }
 }
 
-/// The releases of each tenant, from the lines of a history.
+/// Computes the releases of each tenant from the entries of a history.
 pub fn tenants_of(entries: &[HistoryEntry]) -> BTreeMap<String, TenantReleases> {
     let mut tenants: BTreeMap<String, TenantReleases> = BTreeMap::new();
     for (line, entry) in (1..).zip(entries) {

@@ -1,4 +1,4 @@
-//! Releases: which run serves each tenant, on what evidence, and what served before.
+//! Releases: the run that serves each tenant, the evidence for it, and the releases before it.
 //!
 //! In: finished runs. Out: evidence in the folder of a run ([`check()`]), and the history of a releases folder ([`ReleasesFolder`]), which a
 //! service follows ([`FollowedReleases`]).

@@ -1,4 +1,4 @@
-//! What may be promoted and where a rollback returns to.
+//! Promotion of a run to a release, and rollback to the previous release.
 
 use super::check::passed_check;
 use super::history::{Action, CandidateRelease, HistoryEntry, Release, ReleasesFolder, Replaced, TenantReleases};
@@ -10,22 +10,23 @@ use querl_core::text::nearest;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// How a run is promoted.
+/// Options of a promotion.
 #[derive(Debug, Clone, Default)]
 pub struct PromoteOptions {
-    /// As a candidate next to the current one.
+    /// `Some`: release the run as a candidate (canary or shadow) next to the current release; `None`: as the current release.
     pub candidate: Option<CandidateMode>,
-    /// Why no check is required.
+    /// Reason for a promotion without a passed check; `None`: a check is required.
     pub without_check: Option<String>,
-    /// The user.
+    /// User who promotes the run, for the history.
     pub who: Option<String>,
 }
 
-/// Makes a run the current one of its tenant, or a candidate. `None` where it is that already.
+/// Makes a run the current release of its tenant, or a candidate. Returns the entry of the history, or `None` if nothing changes because
+/// the run already has this role.
 ///
 /// # Errors
-/// A file of the run is not what its stages wrote, there is no passed check of it against what serves now, a check is lost, or it cannot be a
-/// candidate.
+/// A file of the run differs from what its stages wrote, no check against the current release has passed, a check is lost, or the run
+/// cannot be a candidate.
 pub fn promote(
     folder: &ReleasesFolder,
     run: &ServedRun,
@@ -107,10 +108,10 @@ fn check_candidate(
     Ok(())
 }
 
-/// Ends the candidate of a tenant; where there is none, returns to what served before.
+/// Ends the candidate of a tenant; without a candidate, returns to the previous release.
 ///
 /// # Errors
-/// No such tenant, nothing served before, or its files are gone or changed.
+/// There is no such tenant or no previous release, or the files of the previous release are missing or changed.
 pub fn rollback(
     folder: &ReleasesFolder,
     tenant: Option<&str>,
@@ -132,7 +133,7 @@ pub fn rollback(
     Ok(appended.expect("an entry is made or an error"))
 }
 
-/// The named tenant, or the only one.
+/// The releases of the named tenant, or of the only tenant if none is named.
 pub(super) fn select<'a>(
     folder: &ReleasesFolder,
     tenants: &'a BTreeMap<String, TenantReleases>,
@@ -161,10 +162,10 @@ pub(super) fn select<'a>(
     Err(Stop::usage(message).into())
 }
 
-/// The run of a release, if its files are those that were released.
+/// Opens the run of a release, after a check that its files are those that were released.
 ///
 /// # Errors
-/// It is gone, or a file is missing or changed; the sentence names them.
+/// The run or a file of it is missing, or a file has changed; the message names the files.
 pub(super) fn check_unchanged(
     folder: &ReleasesFolder,
     tenant: &str,

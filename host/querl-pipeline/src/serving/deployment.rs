@@ -1,4 +1,4 @@
-//! A deployment folder: of each tenant's run what serving reads, and their base model.
+//! A deployment folder: the files of each tenant's run that serving reads, and the base model that the tenants share.
 //!
 //! ```text
 //! base/               the base model, for all tenants
@@ -6,7 +6,7 @@
 //! tenants/NAME/       a run folder: adapter, prompt plugin, configuration, ledger, lock, rewrites of the evaluation to check against
 //! ```
 //!
-//! Paths in it are relative, so that it can be moved. What serves runs serves it, with the same checks.
+//! Paths in the folder are relative, so that it can be moved. It is served like runs, with the same checks.
 
 use super::golden;
 use super::tenant::ServedRun;
@@ -30,31 +30,31 @@ const BASE: &str = "base";
 const BASE_DIGESTS: &str = "base.sha256";
 const TENANTS: &str = "tenants";
 
-/// Whether a deployment has the base model.
+/// Whether the base model is copied into the folder that is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BaseFiles {
-    /// It is copied to `base`.
+    /// The base model is copied into the folder.
     Copied,
-    /// `base` is a folder or a link that the server's machine adds.
+    /// The base model is not copied: in a deployment, `base` is a folder or link to be added on the server.
     Referenced,
 }
 
-/// What was written.
+/// Summary of a written deployment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Deployment {
     /// Names of the tenants.
     pub tenants: Vec<String>,
-    /// Bytes of the files of all models.
+    /// Total size in bytes of the files of all models.
     pub model_bytes: u64,
-    /// Whether tenants share a base model; after full fine-tuning a run has a model of its own.
+    /// Whether tenants share a base model; false if all runs have their own model after full fine-tuning.
     pub has_base: bool,
 }
 
-/// Writes `tenants`, `base` and `base.sha256` to an empty folder.
+/// Writes a deployment (`tenants`, `base` and `base.sha256`) to an empty folder.
 ///
 /// # Errors
-/// Two runs are of one tenant or have different bases, a file of a run is not as it was written, a base cannot be served, or a file cannot
-/// be written.
+/// Two runs have the same tenant or different bases, a file of a run has changed since its stage wrote it, a base cannot be served, or a
+/// file cannot be written.
 pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyhow::Result<Deployment> {
     let mut deployment = Deployment { tenants: Vec::new(), model_bytes: 0, has_base: false };
     let mut base_model: Option<(PathBuf, String)> = None;
@@ -99,10 +99,10 @@ pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyh
     Ok(deployment)
 }
 
-/// The run folders of a deployment, with its base compared with the digests; `None` where the folder is none.
+/// Run folders of a deployment, after a comparison of its base model with the digests; `None` if `folder` is not a deployment.
 ///
 /// # Errors
-/// The base is missing or another one, or a folder cannot be read.
+/// The base model is missing or has other digests, or a folder cannot be read.
 pub fn deployed_runs(folder: &Path) -> anyhow::Result<Option<Vec<PathBuf>>> {
     let tenants = folder.join(TENANTS);
     if !tenants.is_dir() || RunDir::new(folder).config().is_file() {
@@ -182,7 +182,7 @@ fn write_tenant(run: &ServedRun, folder: &Path) -> anyhow::Result<u64> {
     Ok(n_bytes)
 }
 
-/// The keys without a default.
+/// The configuration keys that have no default, as TOML.
 pub(crate) const MINIMAL_CONFIG: &str = r#"
     tenant = "shop"
     data = { input = "none" }

@@ -1,4 +1,4 @@
-//! The check of a tenant's model before it takes requests: it repeats rewrites of the run's evaluation.
+//! The golden check of a tenant's model before it accepts requests: it must repeat rewrites of the run's evaluation.
 
 use super::tenant::ServedRun;
 use crate::failure::Stop;
@@ -15,7 +15,7 @@ const N_REQUESTS: usize = 3;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Passes the last event of a request on to a thread that waits for it.
+/// Event sink that sends the last event of a request to a thread that waits for it.
 pub(super) struct Waiting(pub(super) Sender<GenerationEvent>);
 
 impl EventSink for Waiting {
@@ -33,7 +33,7 @@ impl EventSink for Waiting {
     }
 }
 
-/// The text of a finished request.
+/// Waits for a request to finish and returns its text.
 pub(super) fn wait(events: &Receiver<GenerationEvent>) -> anyhow::Result<String> {
     loop {
         match events.recv_timeout(TIMEOUT).context("no response from the model")? {
@@ -44,10 +44,11 @@ pub(super) fn wait(events: &Receiver<GenerationEvent>) -> anyhow::Result<String>
     }
 }
 
-/// Rewrites the first queries of the evaluation again. A run without an evaluation has nothing to compare with.
+/// Rewrites the first queries of the run's evaluation again and compares. A run without an evaluation is not checked.
 ///
 /// # Errors
-/// No rewrite is the evaluation's, or there is none. Single differences are logged: another CPU may sum in another order.
+/// No rewrite equals that of the evaluation, or generation fails. Single differences are only logged, since another CPU may sum in another
+/// order.
 pub(super) fn check(run: &ServedRun, rewrite: impl Fn(&str, &Context) -> anyhow::Result<String>) -> anyhow::Result<()> {
     let (mut n_equal, mut difference, mut failure) = (0, None, None);
     for EvalRecord { query, outcome, .. } in records(run)? {
@@ -77,7 +78,7 @@ pub(super) fn check(run: &ServedRun, rewrite: impl Fn(&str, &Context) -> anyhow:
     }
 }
 
-/// The first queries of `eval/records.jsonl` that the served system rewrote.
+/// The first records in `eval/records.jsonl` whose query the served system rewrote.
 pub(super) fn records(run: &ServedRun) -> anyhow::Result<Vec<EvalRecord>> {
     let path = run.dir.eval_records();
     if !path.is_file() {

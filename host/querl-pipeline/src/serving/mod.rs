@@ -1,7 +1,7 @@
-//! Serving trained rewriters: one base model, and of each tenant a prompt plugin and an adapter.
+//! Serving trained rewriters: one base model, with a prompt plugin and an adapter for each tenant.
 //!
-//! In: runs. Out: [`ServedModels`], which an HTTP service calls through [`querl_core::serving::Rewriter`]. A rewrite is the one of the
-//! `eval` stage, token by token.
+//! In: runs. Out: [`ServedModels`], which an HTTP service calls through [`querl_core::serving::Rewriter`]. Rewrites are the same, token by
+//! token, as those of the `eval` stage.
 
 pub(crate) mod deployment;
 mod golden;
@@ -25,20 +25,20 @@ use std::time::Instant;
 use tenant::{BaseModel, TenantModel};
 use worker::{EngineHandle, Job, Question, spawn};
 
-/// Limits of a server, and what operators set for its tenants.
+/// Options of a server: limits, API keys and dtype.
 #[derive(Debug, Clone, Default)]
 pub struct ServingOptions {
     /// Limits of the engine.
     pub engine: ServingSettings,
-    /// Requests that wait for a place in the running batch; further ones are refused.
+    /// Maximum number of requests that wait for a slot in the running batch; further requests are refused.
     pub max_waiting: usize,
-    /// Keys of clients by tenant.
+    /// API keys of clients, by tenant.
     pub api_keys: BTreeMap<String, String>,
-    /// Type in which the base's weights are kept; `None`: as the first run says.
+    /// Dtype of the base's weights; `None`: that of the first run's configuration.
     pub dtype: Option<BaseDtype>,
 }
 
-/// The models of all tenants on one engine.
+/// The models of all tenants, served by one engine.
 pub struct ServedModels {
     base: BaseModel,
     options: ServingOptions,
@@ -49,11 +49,11 @@ pub struct ServedModels {
 }
 
 impl ServedModels {
-    /// Loads the base of the first run and all runs as tenants, passes the models to `on_ready`, and computes in this thread for as long as
-    /// they are used. `find` reads the folder or configuration of a run that is loaded later.
+    /// Loads the base of the first run, and all runs as tenants; passes the models to `on_ready`, and runs the engine on this thread until
+    /// the models are dropped. `find` opens a run that is loaded later, by its folder or configuration.
     ///
     /// # Errors
-    /// A run is unfinished or damaged, fails its check, has another base or the tenant of another run.
+    /// A run is unfinished or damaged, fails the golden check, has another base, or has the same tenant as another run.
     pub fn serve(
         runs: Vec<ServedRun>,
         find: fn(&Path) -> anyhow::Result<ServedRun>,

@@ -1,4 +1,4 @@
-//! What a tenant is served with: the adapter, prompt plugin and decoding settings of a finished run, each checked against the run's digests.
+//! The model of a tenant: adapter, prompt plugin and decoding settings of a finished run, each checked against the run's digests.
 
 use crate::failure::{Stop, run_in};
 use crate::ledger::{Inputs, Ledger, StageName};
@@ -24,17 +24,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A run whose last trained model is served.
+/// A finished run whose last trained model is served.
 pub struct ServedRun {
-    /// As the run was made.
+    /// Configuration of the run, as stored in its folder.
     pub config: Config,
-    /// Its folder.
+    /// Directory of the run.
     pub dir: RunDir,
     stage: StageName,
 }
 
 impl ServedRun {
-    /// The run in a folder.
+    /// Opens the run in a folder.
     ///
     /// # Errors
     /// There is no run, or it has no finished training stage.
@@ -65,7 +65,7 @@ impl ServedRun {
         Ok(Self { config, dir, stage })
     }
 
-    /// Folders of the base and of the adapter, which is none after full fine-tuning, with the files that their stage recorded.
+    /// Folders of the base model and of the adapter (`None` after full fine-tuning), after a check of the checkpoint's recorded digests.
     ///
     /// # Errors
     /// A file is missing or has changed.
@@ -84,17 +84,17 @@ impl ServedRun {
         self.stage
     }
 
-    /// Name of that stage, as in the evaluation's records.
+    /// Name of the served system (`sft` or `rl`), as in the evaluation's records.
     pub(crate) fn system(&self) -> &'static str {
         self.stage.as_str()
     }
 
-    /// The checkpoint of that stage.
+    /// Folder of the served checkpoint.
     pub(crate) fn checkpoint(&self) -> PathBuf {
         training::best(&training::folder(&self.dir, self.stage))
     }
 
-    /// Digest of the served checkpoint, compared with what its stage recorded.
+    /// Digest of the served checkpoint, after a comparison with the digest that its stage recorded.
     pub(crate) fn checkpoint_inputs(&self) -> anyhow::Result<Inputs> {
         let ledger = Ledger::open(&self.dir.stages())?;
         let mut inputs = Inputs::default();
@@ -140,21 +140,21 @@ fn settings(prompt: &PluginConfig, n_beams: usize, rl: &RlConfig) -> Value {
     })
 }
 
-/// The part of an identity that tenants of one server share.
+/// Name, in a model identity, of the digest of the base model, which tenants of one server share.
 pub(crate) const BASE_MODEL: &str = "base model";
-/// The prompt plugin in an identity.
+/// Name, in a model identity, of the digest of the prompt plugin.
 pub(crate) const PROMPT_PLUGIN: &str = "prompt plugin";
 
-/// What the rewrites of a run depend on: models of the same identity give the same rewrites.
+/// Model identity: digests of everything that the rewrites of a run depend on. Models with the same identity give the same rewrites.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelIdentity {
-    /// The version in responses of a server that keeps the run's type of weights.
+    /// Version of the model, as in responses of a server that uses the run's dtype.
     pub version: String,
-    /// Digests of base model, prompt plugin and decoding settings, and of the checkpoint's files by path in the run's folder.
+    /// Digests by name: of base model, prompt plugin and decoding settings, and of the checkpoint's files by path in the run's folder.
     pub digests: BTreeMap<String, String>,
 }
 
-/// Reads identities. A base that runs share is hashed once, and their plugins have one host.
+/// Reader of model identities. A base that runs share is hashed once, and their plugins share one host.
 #[derive(Default)]
 pub(crate) struct IdentityReader {
     bases: BTreeMap<PathBuf, String>,
@@ -162,10 +162,10 @@ pub(crate) struct IdentityReader {
 }
 
 impl IdentityReader {
-    /// Digests of what is served of a run, without loading it.
+    /// Computes the identity of the model that is served of a run, without loading it.
     ///
     /// # Errors
-    /// A file or plugin is missing, or not the one that the run recorded.
+    /// A file or plugin is missing, or differs from what the run recorded.
     pub(crate) fn read(&mut self, run: &ServedRun) -> anyhow::Result<ModelIdentity> {
         let (base, checkpoint) = (self.base(run.base()?.model)?, run.checkpoint_inputs()?);
         let plugin = self.hosts.open_pinned_prompts(&run.config, &run.dir)?.1;
@@ -192,14 +192,14 @@ impl IdentityReader {
 }
 
 impl ModelIdentity {
-    /// Names of the digests that differ.
+    /// Names of the digests that differ from those of `earlier`.
     pub(crate) fn changed_since(&self, earlier: &Self) -> Vec<String> {
         let names: BTreeSet<&String> = self.digests.keys().chain(earlier.digests.keys()).collect();
         names.into_iter().filter(|name| self.digests.get(*name) != earlier.digests.get(*name)).cloned().collect()
     }
 }
 
-/// The base of all tenants: its weights are loaded once.
+/// The base model of all tenants, whose weights are loaded once.
 pub(super) struct BaseModel {
     path: PathBuf,
     /// Digest of the folder.
@@ -243,10 +243,10 @@ pub(super) struct TenantModel {
 }
 
 impl TenantModel {
-    /// Loads a run's model onto the base that is served.
+    /// Loads a run's adapter, prompt plugin and settings for the served base.
     ///
     /// # Errors
-    /// The run was trained on another base, or a file or plugin is not the one that it recorded.
+    /// The run was trained on another base, or a file or plugin differs from what the run recorded.
     pub(super) fn load(
         run: &ServedRun,
         base: &BaseModel,
@@ -294,7 +294,7 @@ impl TenantModel {
         messages.map_err(|fault: PluginFault| SubmitError::Plugin(fault.to_string()))
     }
 
-    /// The rewrite in a response; one that cannot be read is a failure, so that the raw query is used.
+    /// Parses the rewrite in a response; a response that cannot be parsed is a failure, so that the client uses the raw query.
     pub(super) fn parse(&self, query: &str, history: &str, text: &str) -> Result<String, GenerationFailure> {
         let failure = |code, message| GenerationFailure { code, message };
         match self.response_form.read(self.prompts.as_ref(), query, history, text) {

@@ -1,4 +1,5 @@
-//! The threads of a server: the caller's steps the engine, another decodes and parses responses, so that the engine does not wait for it.
+//! The threads of a server: the calling thread steps the engine; another one decodes and parses responses, for which the engine does not
+//! wait.
 
 use super::tenant::TenantModel;
 use anyhow::Context;
@@ -14,17 +15,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A request, and where its events go.
+/// A generation request with the sink of its events.
 pub(super) struct Job {
     pub(super) request: ServingRequest,
     pub(super) model: Arc<TenantModel>,
-    /// What is rewritten. `None` for a chat, the client's own messages: the text is passed on as it grows, and not parsed.
+    /// The query to rewrite. `None` for a chat request with the client's own messages, whose text is streamed and not parsed.
     pub(super) question: Option<Question>,
     pub(super) events: Box<dyn EventSink>,
     pub(super) queued_at: Instant,
 }
 
-/// A query and its history summary, with which a response is parsed.
+/// A query and its history summary, which parsing a response needs.
 pub(super) struct Question {
     pub(super) query: String,
     pub(super) history: String,
@@ -46,14 +47,14 @@ impl Shared {
     }
 }
 
-/// Passes requests to an engine.
+/// Handle that submits requests to an engine on another thread.
 pub(super) struct EngineHandle {
     jobs: Sender<Job>,
     shared: Arc<Shared>,
     limits: RequestLimits,
 }
 
-/// An engine, and the thread that sends its responses.
+/// Starts the thread that sends responses, and returns the worker that steps the engine with a handle to submit requests.
 pub(super) fn start(
     decoder: Arc<Decoder>,
     tokenizer: Arc<TextTokenizer>,
@@ -120,7 +121,7 @@ struct OpenRequest {
     sampling: SamplingSettings,
     model: Arc<TenantModel>,
     question: Option<Question>,
-    /// Of a chat response.
+    /// State of a streamed chat response; `None` for a rewrite.
     stream: Option<Arc<ChatStream>>,
     events: Arc<dyn EventSink>,
     queued_at: Instant,
@@ -144,7 +145,7 @@ enum Update {
     End(Box<OpenRequest>, Result<(Generated, Instant), GenerationFailure>),
 }
 
-/// Steps an engine.
+/// Worker that steps the engine on the calling thread.
 pub(super) struct EngineWorker {
     engine: ServingEngine,
     new_jobs: Receiver<Job>,
@@ -161,7 +162,7 @@ impl Drop for EngineWorker {
 }
 
 impl EngineWorker {
-    /// Runs until the handle is gone and the requests that it queued have ended.
+    /// Steps the engine until the handle is dropped and all queued requests have ended.
     pub(super) fn run(mut self) {
         while self.receive() {
             let open = &mut self.open;

@@ -1,4 +1,4 @@
-//! Stage 3: filters keep or drop, and the rows become train, val and test.
+//! Stage 3: filters keep or drop rows, and the kept rows are split into train, val and test.
 
 use super::edit_targets::{EditTargets, FORMS, edit_targets, form_of};
 use super::stage::{self, Done, Mean, Stage};

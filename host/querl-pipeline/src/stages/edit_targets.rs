@@ -14,18 +14,18 @@ use std::collections::HashMap;
 /// Qualities no further apart are equal.
 const TOLERANCE: f64 = 1e-9;
 
-/// Targets by the query's id.
+/// Fine-tuning targets by query id.
 #[derive(Default)]
 pub(super) struct EditTargets {
     pub by_id: HashMap<String, String>,
-    /// Rows that keep the teacher's rewrite because a lookup failed.
+    /// Number of rows whose target is the teacher's rewrite because a lookup failed.
     pub n_failed: u64,
 }
 
-/// What the edits of targets do.
+/// Names of the forms of targets, by what the edit does.
 pub(super) const FORMS: [&str; 4] = ["keep the query", "add to the query", "add the history", "replace the query"];
 
-/// Position in [`FORMS`].
+/// The form of a target, as an index into [`FORMS`].
 pub(super) fn form_of(target: &str) -> usize {
     match target.trim() {
         KEEP => 0,
@@ -35,10 +35,10 @@ pub(super) fn form_of(target: &str) -> usize {
     }
 }
 
-/// The target of each row with a rewrite.
+/// Chooses the target of each row that has a teacher's rewrite.
 ///
 /// # Errors
-/// The records cannot be read, retrieval cannot be opened, or a lookup failed such that every further one would fail too.
+/// The records cannot be read, retrieval cannot be opened, or a lookup failed for a reason for which every further lookup would fail.
 pub(super) fn edit_targets(run: &Run) -> anyhow::Result<EditTargets> {
     let records: Vec<ValidatedRecord> = rows_of(&run.dir.validated())?;
     let segmenter = WordSegmenter::open(&run.config.retrieval)?;

@@ -98,7 +98,7 @@ impl Stage for Eval {
     }
 }
 
-/// What trained models decode with, other than their checkpoints and prompts.
+/// Adds the decoding settings of trained models to the inputs.
 pub(crate) fn add_decoding(inputs: &mut Inputs, config: &Config) -> anyhow::Result<()> {
     let RlConfig { max_new_tokens, min_new_tokens, repetition_penalty, no_repeat_ngram_size, stop_strings, .. } =
         &config.rl;

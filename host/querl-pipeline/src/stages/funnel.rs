@@ -1,4 +1,5 @@
-//! Rows that each data stage read, kept and dropped, by code, from the ledger; and warnings about small numbers.
+//! Funnel of the data stages: number of rows that each stage read, kept and dropped by code, from the ledger; and warnings about small
+//! numbers.
 
 use crate::ledger::{Facts, Ledger, PART, StageName};
 use querl_core::config::{Config, TeacherKind};
@@ -8,20 +9,21 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// One stage's share.
+/// Row counts of one data stage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Step {
     /// Name of the stage.
     pub stage: &'static str,
-    /// Input rows.
+    /// Number of input rows.
     pub rows_in: u64,
-    /// Rows passed to the next stage.
+    /// Number of rows passed to the next stage.
     pub kept: u64,
-    /// Dropped rows by code: `repeated`, `teacher_timeout`, `top1_below_threshold`.
+    /// Number of dropped rows by code, such as `repeated`, `teacher_timeout` or `top1_below_threshold`.
     pub dropped: BTreeMap<String, u64>,
 }
 
-/// The steps of finished stages, up to the first that read other rows than the stage before has left: [`notes`] says so.
+/// Row counts of the finished data stages, up to the first stage that read other rows than the stage before it has now, on which [`notes`]
+/// has a sentence.
 ///
 /// # Errors
 /// A file of the run cannot be read.
@@ -50,8 +52,8 @@ pub fn steps(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<Step>> {
     Ok(steps)
 }
 
-/// A sentence for each file of rows or split that is not as its stage wrote it, or that the next stage has not read; and that [`steps`] ends
-/// there.
+/// A sentence for each file of rows that differs from what its stage wrote, or that the next stage has not read, and one if [`steps`] ends
+/// early for that reason.
 ///
 /// # Errors
 /// As [`steps`].
@@ -111,7 +113,7 @@ fn failed(facts: &Facts, name: &str, who: &str) -> BTreeMap<String, u64> {
     facts.parts(name).into_iter().map(|(kind, n)| (code_of(who, &kind), n)).collect()
 }
 
-/// Lines for a terminal.
+/// The row counts as text lines for a terminal.
 pub fn lines(steps: &[Step]) -> Vec<String> {
     let width = steps.iter().map(|step| step.rows_in).max().unwrap_or(0).to_string().len();
     steps.iter().map(|step| line(step, width)).collect()
@@ -135,7 +137,8 @@ const EXPECTED: [(StageName, &str, u64, u64); 5] = [
     (StageName::Convert, "- train", 240, 560),
 ];
 
-/// A sentence for the first figure of `stage` that is below the expected minimum. Where the table itself is small, `rewrite` has said so.
+/// A warning about the first figure of `stage` that is below the expected minimum; `None` if all suffice, or if the query table itself is
+/// small, about which `rewrite` warns.
 pub fn size_warning(stage: StageName, facts: &Facts, ledger: &Ledger) -> Option<String> {
     let (_, name, least, _) = EXPECTED[0];
     let of_rewrite = ledger.entry(StageName::Rewrite.as_str()).map(|entry| &entry.facts);
@@ -150,7 +153,7 @@ pub fn size_warning(stage: StageName, facts: &Facts, ledger: &Ledger) -> Option<
     Some(format!("{stage}: {}", too_few(name, facts.count(name), *least, *most)))
 }
 
-/// As [`size_warning`], of a table of `n_rows` that no stage has read yet.
+/// As [`size_warning`], for a query table of `n_rows` rows that no stage has read yet.
 pub fn table_size_warning(n_rows: u64) -> Option<String> {
     let (_, name, least, most) = EXPECTED[0];
     (n_rows < least).then(|| too_few(name, n_rows, least, most))
@@ -161,10 +164,10 @@ fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
     format!("{name} is {n}; {least} to {most} are usual, and results of fewer are less conclusive")
 }
 
-/// Figure of the stage rewrite: keys of a recorded teacher that are not read, which may be why it lacks queries.
+/// Name of a figure of the stage `rewrite`: keys of a recorded teacher that are not read, which may be why queries are missing from it.
 pub(super) const HINT: &str = "unread keys";
 
-/// A sentence about a recorded teacher that lacks many of the queries, by the figures of the stage rewrite.
+/// A sentence about a recorded teacher that lacks many of the queries, from the figures of the stage `rewrite`; `None` otherwise.
 pub fn not_recorded(config: &Config, facts: &Facts) -> Option<String> {
     if config.called_teacher() != Some(TeacherKind::Recorded) {
         return None;

@@ -1,5 +1,5 @@
-//! The result of a stage that another program computed, in place of our own: what the stage left before is kept aside, and the ledger has the
-//! inputs as they are now, so that a later change of them is noticed.
+//! Import of a stage's result that another program computed: earlier results of the stage are moved aside, and the ledger records the
+//! current inputs, so that a later change of an input is detected.
 
 use super::previous::set_aside;
 use super::stage::remove;
@@ -10,12 +10,12 @@ use crate::run::Run;
 use anyhow::Context;
 use std::path::PathBuf;
 
-/// Lets `write` write the files of the stage `name` into its folders, and finishes the stage in the ledger with `facts`. Returns where the
-/// earlier results are, if there were any.
+/// Imports the stage `name`: `write` writes its files, and the ledger records it as finished with `facts`. Returns the folder of the
+/// earlier results, if there were any.
 ///
 /// # Errors
-/// An earlier stage is unfinished or has changed since a stage that read it, or a file cannot be written; what was there before is back in
-/// place.
+/// An earlier stage is unfinished, or has changed since a later stage read it, or a file cannot be written. The earlier results are then
+/// restored.
 pub(crate) fn import_stage(
     run: &Run,
     name: StageName,

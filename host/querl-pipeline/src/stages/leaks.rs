@@ -17,24 +17,24 @@ use std::io::{BufRead, BufReader};
 /// Name of the figure of leaked test rows.
 const TEST_LEAKED: &str = "rows of test nearly in train";
 
-/// Leaks of the held-out splits.
+/// Leaks of the held-out splits into the training split.
 #[derive(Debug)]
 pub struct SplitLeaks {
-    /// Leaks of val, which only chooses the checkpoint.
+    /// Leaks of val, which is only used to choose the checkpoint.
     pub val: Leaks,
     /// Leaks of test.
     pub test: Leaks,
 }
 
 impl SplitLeaks {
-    /// Sentences about leaks and near-leaks of val and test.
+    /// Sentences about the leaks and near-leaks of val and test.
     pub fn sentences(&self) -> Vec<String> {
         let of = |split, leaks: &Leaks| [leaks.sentence(split), leaks.same_query_sentence(split)];
         of(Split::Val, &self.val).into_iter().chain(of(Split::Test, &self.test)).flatten().collect()
     }
 }
 
-/// Leaks of the dataset in a run folder.
+/// Finds the leaks of the dataset in a run folder.
 ///
 /// # Errors
 /// A split cannot be read.
@@ -45,7 +45,7 @@ pub fn of_dataset(dir: &RunDir, config: &DataConfig, progress: &dyn Progress) ->
     find([&train, &val, &test], n_rows, config.leak_similarity, progress)
 }
 
-/// Leaks that a dataset of this table will have, as far as no filter drops the rows of train.
+/// Finds the leaks that a dataset made from this query table will have, if no filter drops the training rows in question.
 ///
 /// # Errors
 /// The groups cannot fill the splits, or the table cannot be read.
@@ -55,7 +55,7 @@ pub fn of_table(table: &QueryTable, config: &DataConfig, progress: &dyn Progress
     find([&train, &val, &test], table.findings().n_usable as u64, config.leak_similarity, progress)
 }
 
-/// As [`of_table`]; `None` where the groups cannot fill the splits.
+/// As [`of_table`]; `None` if the groups cannot fill the splits.
 ///
 /// # Errors
 /// The table cannot be read.
@@ -84,7 +84,7 @@ fn find(
     Ok(SplitLeaks { val, test })
 }
 
-/// Rows of a split.
+/// Number of rows of a split in a run folder.
 ///
 /// # Errors
 /// The split cannot be read.
@@ -98,9 +98,9 @@ pub fn n_lines(dir: &RunDir, split: Split) -> anyhow::Result<u64> {
     count().with_context(|| format!("{}: cannot be read; {remedy}", path.display()))
 }
 
-/// Reports leaks of the query table before the first paid call, and refuses where nothing was called yet and the command includes a
-/// training. Later only the dataset counts, in which filters have left fewer rows. Groups that cannot fill the splits are an error where
-/// the command makes the splits.
+/// Reports leaks of the query table before the first paid call, and refuses to start (`data.on_leak`) if nothing was called yet and the
+/// command includes a training. Once calls were made, leaks of the table are only warnings, since filters may remove them from the
+/// dataset. Groups that cannot fill the splits are an error if the command makes the splits.
 pub(crate) fn before_rewriting(run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<()> {
     let (config, table) = (&run.config.data, open_queries(&run.config.data)?);
     let found = match last {
@@ -114,8 +114,8 @@ pub(crate) fn before_rewriting(run: &Run, last: StageName, progress: &dyn Progre
     found.map_or(Ok(()), |found| say(&found, found.sentences(), on_leak, progress))
 }
 
-/// Refuses to train where rows of test are in train, and says so of those of val. The figure for the stage's facts. Queries that are no leaks
-/// were reported before `rewrite`.
+/// Refuses to train (`data.on_leak`) if rows of test are in train, and warns about rows of val in train. Returns the number of leaked test
+/// rows as a fact of the stage. Near-leaks were reported before `rewrite`.
 pub(crate) fn before_training(run: &Run, progress: &dyn Progress) -> anyhow::Result<Facts> {
     let found = of_dataset(&run.dir, &run.config.data, progress)?;
     let leaks = [found.val.sentence(Split::Val), found.test.sentence(Split::Test)];
@@ -138,14 +138,14 @@ fn say(found: &SplitLeaks, sentences: Vec<String>, on_leak: OnLeak, progress: &d
     }
 }
 
-/// The warning about a finished training that saw rows of test.
+/// The warning about a finished training whose training split had rows of test; `None` without leaks.
 pub(crate) fn note(stage: StageName, facts: &Facts) -> Option<String> {
     let n = facts.count(TEST_LEAKED);
     let what = format!("{n} row(s) of test were in train or nearly equal to a row of it when {stage} was trained");
     (n > 0).then(|| format!("{what}: its figures on test flatter it"))
 }
 
-/// As [`note`] for a training that is used again. Without a recorded figure the splits are checked now; missing splits give no warning.
+/// As [`note`], for a finished training that is reused. Without a recorded figure the splits are checked now; missing splits give `None`.
 pub(crate) fn reminder(run: &Run, stage: StageName, facts: &Facts) -> Option<String> {
     match facts.get(TEST_LEAKED) {
         Some(_) => note(stage, facts),

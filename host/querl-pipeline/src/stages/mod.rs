@@ -47,14 +47,14 @@ fn stage_of(name: StageName) -> &'static dyn Stage {
     }
 }
 
-/// The stages of a command, and those that run even if finished.
+/// The stages that a command runs, and those that run again even if finished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// First stage.
+    /// First stage that the command runs.
     pub first: StageName,
-    /// Last stage.
+    /// Last stage that the command runs.
     pub last: StageName,
-    /// This stage and all later ones run again.
+    /// `Some`: this stage and all later ones run again even if finished.
     pub forced_from: Option<StageName>,
 }
 
@@ -64,23 +64,23 @@ impl Window {
     }
 }
 
-/// Result of one stage.
+/// Outcome of one stage of a command.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
     /// The stage.
     pub stage: StageName,
-    /// False where it was finished already.
+    /// Whether the stage ran; false if it was already finished.
     pub ran: bool,
-    /// Its figures.
+    /// Figures of the stage's summary.
     pub facts: Facts,
-    /// Wall-clock seconds when it ran.
+    /// Wall-clock seconds of the stage's run, also of an earlier one.
     pub seconds: f64,
 }
 
 /// Runs the stages of `window`.
 ///
 /// # Errors
-/// A stage failed or was interrupted; those before it are in the ledger.
+/// A stage failed or was interrupted; the stages before it are recorded in the ledger.
 pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
     recover(&run.dir, run.reporter.as_ref())?;
     let mut ledger = Ledger::open(&run.dir.stages())?;
@@ -106,7 +106,7 @@ pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
     Ok(outcomes)
 }
 
-/// Puts back the earlier result of each stage that a kill or an interrupt ended before it had anything to resume from.
+/// Restores the earlier result of each stage whose new run was killed or interrupted before it had anything to resume from.
 ///
 /// # Errors
 /// A file cannot be moved, or the ledger cannot be read or written.
@@ -159,7 +159,7 @@ fn stages_behind(inputs: &Inputs) -> BTreeSet<StageName> {
     inputs.upstream().into_iter().map(|(_, stage)| stage).collect()
 }
 
-/// Names of settings and files, and of `plugins` where they are given, which the data stages had otherwise than `config` has them.
+/// Names of the settings and files, and of the `plugins` if given, that have changed in `config` since the data stages ran.
 ///
 /// # Errors
 /// A file that the configuration names cannot be read.
@@ -204,8 +204,8 @@ fn pending(run: &Run, ledger: &Ledger, window: Window) -> anyhow::Result<Vec<Sta
     Ok(Vec::new())
 }
 
-/// The unfinished stages of `window` among `asking`, which call external services; runs none. A stage whose input files do not exist yet
-/// counts as never run, and all stages after an unfinished one are unfinished.
+/// Lists the unfinished stages of `window` that are in `asking` (stages that call external services), without running them. A stage whose
+/// input files do not exist yet counts as never run, and all stages after an unfinished one as unfinished.
 pub(crate) fn plan(run: &Run, window: Window, asking: &[StageName]) -> anyhow::Result<Vec<(StageName, PlannedWork)>> {
     let ledger = Ledger::open(&run.dir.stages())?;
     let (mut ahead, mut has_work) = (Vec::new(), false);
@@ -227,7 +227,7 @@ pub(crate) fn plan(run: &Run, window: Window, asking: &[StageName]) -> anyhow::R
     Ok(ahead)
 }
 
-/// How an unfinished stage uses existing outputs.
+/// Whether an unfinished stage resumes from its partial outputs or starts over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PlannedWork {
     Resumes,
@@ -371,7 +371,7 @@ fn execute(
     Ok(Outcome { stage: name, ran: true, facts: done.facts, seconds })
 }
 
-/// The summary that is printed at the end of a stage.
+/// The summary of a stage as text, which is printed at its end.
 pub fn summary(outcome: &Outcome) -> String {
     let how = if outcome.ran { "done" } else { "finished earlier," };
     let mut lines = vec![format!("{}: {how} in {}", outcome.stage, duration(outcome.seconds))];

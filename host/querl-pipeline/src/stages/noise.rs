@@ -1,5 +1,5 @@
-//! Whether SFT left noise: a model that predicts the rewrites of the validation split hardly better than the frequencies of their tokens.
-//! One that ended SFT with an eval loss of 5.6 nats repeated a single character, and RL found nothing to reward.
+//! Check whether the model after SFT produces noise: whether it predicts the rewrites of the validation split hardly better than their
+//! token frequencies do. A model that ended SFT with an eval loss of 5.6 nats repeated a single character, and RL found nothing to reward.
 
 use crate::failure::Stop;
 use crate::ledger::{Facts, Ledger, StageName};
@@ -8,12 +8,12 @@ use querl_core::config::OnNoise;
 use querl_train::Example;
 use std::collections::BTreeMap;
 
-/// Name of the figure: loss of the best checkpoint on the validation split, in nats per token.
+/// Name of the figure with the loss of the best checkpoint on the validation split, in nats per token.
 pub(super) const EVAL_LOSS: &str = "eval loss";
-/// Name of the figure: [`unigram_loss`].
+/// Name of the figure with the [`unigram_loss`] of the validation split.
 pub(super) const UNIGRAM_LOSS: &str = "unigram loss";
 
-/// Name of the figure: [`equal_share`], where it is high.
+/// Name of the figure with the [`equal_share`] of the training targets, if it is at least a half.
 pub(super) const EQUAL_TARGETS: &str = "equal targets";
 
 /// Optimizer steps of the defaults (3 epochs of 16 rows a step) on the fewest training rows of the source plan, 240.
@@ -25,8 +25,8 @@ const MAX_SHARE: f64 = 0.9;
 const REMEDY: &str = "take a base model that knows the language of the texts (`querl plan CONFIG` reports its loss), or pretrain one on \
                       them (`querl model pretrain`)";
 
-/// Loss on the responses of `val` in nats per token of a unigram model: the token frequencies of the responses of `train`, with add-one
-/// smoothing over the tokens that either has. `None` without validation rows.
+/// Loss, in nats per token, of a unigram model on the responses of `val`. The model has the token frequencies of the responses of `train`,
+/// with add-one smoothing over the tokens of both splits. `None` without validation rows.
 pub(super) fn unigram_loss(train: &[Example], val: &[Example]) -> Option<f64> {
     let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
     for id in tokens(train) {
@@ -41,7 +41,8 @@ pub(super) fn unigram_loss(train: &[Example], val: &[Example]) -> Option<f64> {
     (!nats.is_empty()).then(|| nats.iter().sum::<f64>() / nats.len() as f64)
 }
 
-/// Share of the most frequent response among `train`, from a half on. Edits that keep the query (`=`) make the unigram model's loss low.
+/// Share of the most frequent response among `train`; `None` below a half. A high share, such as of the edit `=` that keeps the query,
+/// makes the loss of the unigram model low.
 pub(super) fn equal_share(train: &[Example]) -> Option<f64> {
     let mut counts: BTreeMap<&[u32], usize> = BTreeMap::new();
     train.iter().for_each(|row| *counts.entry(&row.response).or_default() += 1);
@@ -71,7 +72,7 @@ fn finding(facts: &Facts) -> Option<String> {
     })
 }
 
-/// The warning about a model that is noise.
+/// The warning about a model that produces noise, from the figures of SFT; `None` if it does not.
 pub(super) fn warning(facts: &Facts) -> Option<String> {
     let (steps, rows) = (facts.count("steps"), facts.count("rows"));
     let more = match steps {
@@ -83,7 +84,7 @@ pub(super) fn warning(facts: &Facts) -> Option<String> {
     finding(facts).map(|finding| format!("{finding}; {more}{REMEDY}"))
 }
 
-/// Stops or warns before RL on a model that is noise. SFT's result is kept.
+/// Before RL, stops or warns, as `on_noise` says, if the model after SFT produces noise. The result of SFT is kept.
 pub(super) fn before_rl(run: &Run, ledger: &Ledger, on_noise: OnNoise) -> Result<(), Stop> {
     let sft = ledger.entry(StageName::Sft.as_str());
     let Some(warning) = sft.and_then(|entry| warning(&entry.facts)) else { return Ok(()) };

@@ -1,9 +1,9 @@
-//! What a stage left earlier, kept in `previous/STAGE/` while the stage runs again on other inputs: put back where the new run fails
-//! before it has saved anything or its inputs are those of the earlier run again, and removed once the new result is complete.
+//! Earlier results of a stage, kept in `previous/STAGE/` while the stage runs again on other inputs. They are restored if the new run fails
+//! before it has saved anything, or if the inputs change back to those of the earlier run; and removed once the new result is complete.
 //!
 //! `previous/STAGE/finished` and `previous/STAGE/stopped` each have `entry.json` (the entry of the ledger), `config.resolved.toml`,
-//! `metrics.jsonl` (the stage's lines) and `files`. While files are moved there is `moving` too: a kill in between is repaired by
-//! [`recover`].
+//! `metrics.jsonl` (the stage's lines) and `files`. While files are moved, a marker `moving` exists, with which [`recover`] completes moves
+//! that a kill interrupted.
 
 use super::stage::{Stage, remove};
 use super::stage_of;
@@ -15,13 +15,13 @@ use querl_core::fsx::write_atomic;
 use querl_core::run_dir::RunDir;
 use std::path::{Path, PathBuf};
 
-/// One kept result of a stage.
+/// A kept earlier result of a stage.
 pub(super) struct Previous {
     name: StageName,
     folder: PathBuf,
 }
 
-/// Moves what `stage` left out of the way; `None` where it left nothing. [`Previous::settle`] follows once the ledger has the new run.
+/// Moves the results of `stage` to `previous/`; `None` if there are none. Call [`Previous::settle`] once the ledger has the new run.
 pub(super) fn set_aside(run: &Run, ledger: &Ledger, stage: &dyn Stage) -> anyhow::Result<Option<Previous>> {
     let (dir, name) = (&run.dir, stage.name());
     let (entry, metrics) = (ledger.entry(name.as_str()), metrics_log::lines_of(&dir.metrics(), name.as_str())?);
@@ -48,15 +48,15 @@ pub(super) fn set_aside(run: &Run, ledger: &Ledger, stage: &dyn Stage) -> anyhow
     Ok(Some(kept))
 }
 
-/// The kept result of a stage on these inputs.
+/// The kept result of a stage that was computed from `inputs`; `None` if there is none.
 pub(super) fn of_inputs(dir: &RunDir, name: StageName, inputs: &Inputs) -> Option<Previous> {
     let kept = SLOTS.map(|slot| Previous { name, folder: folder(dir, name).join(slot) });
     let is_of = |entry: Option<Entry>| entry.is_some_and(|entry| inputs.changed_since(&entry.inputs).is_empty());
     kept.into_iter().find(|kept| kept.entry().is_ok_and(is_of))
 }
 
-/// Completes moves that a kill interrupted, and puts back the earlier result of a stage that was ended before it had anything to resume
-/// from. Returns the stages whose earlier result is back.
+/// Completes moves that a kill interrupted, and restores the earlier result of each stage that was ended before it had anything to resume
+/// from. Returns the stages whose earlier result was restored.
 pub(super) fn recover(dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<Vec<StageName>> {
     let mut restored = Vec::new();
     for name in StageName::ALL {
@@ -77,7 +77,7 @@ pub(super) fn recover(dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<Vec<S
     Ok(restored)
 }
 
-/// Removes what is kept of a stage.
+/// Removes the kept earlier results of a stage.
 pub(super) fn discard(dir: &RunDir, name: StageName) -> std::io::Result<()> {
     remove(&folder(dir, name))?;
     // Fails where another stage has a kept result.
@@ -90,12 +90,12 @@ impl Previous {
         &self.folder
     }
 
-    /// After the ledger has the new run: the move is complete.
+    /// Marks the move as complete, after the ledger has the new run.
     pub(super) fn settle(&self) -> std::io::Result<()> {
         remove(&self.moving())
     }
 
-    /// Replaces what the stage left since by what is kept.
+    /// Restores the kept result, which replaces the files that the stage has written since.
     pub(super) fn restore(&self, dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<()> {
         for path in owned(dir, stage_of(self.name)) {
             remove(&path).with_context(|| format!("{}: cannot be removed", path.display()))?;

@@ -1,5 +1,5 @@
-//! Stage 1: the teacher rewrites each query. A teacher is a service, a recording, or a model in this process; a dataset of another framework
-//! has the rewrites already.
+//! Stage 1: the teacher rewrites each query. A teacher is a service, a recording, or a model in this process; a dataset from another
+//! framework already has the rewrites.
 
 use super::stage::{Done, QUERY_TABLE, Stage, make_tables, remove};
 use super::{funnel, leaks, stage};

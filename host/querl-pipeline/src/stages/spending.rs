@@ -1,4 +1,4 @@
-//! Calls, tokens and costs of external services: in the progress line, in `metrics.jsonl`, in the report.
+//! Calls, tokens and costs of external services, for the progress line, `metrics.jsonl` and the report.
 
 use crate::ledger::StageName;
 use crate::metrics_log::{self, MetricsLog};
@@ -9,7 +9,7 @@ use querl_data::{Spend, SpendTracker, is_file_transfer, read_spend};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Progress of a stage with its calls and costs so far.
+/// Progress of a stage that also shows the number and cost of its external calls so far.
 pub(crate) struct Counted<'a> {
     pub inner: &'a dyn Progress,
     pub account: Arc<SpendTracker>,
@@ -48,7 +48,7 @@ fn in_short(spent: &Spend) -> String {
     parts.join(", ")
 }
 
-/// The figures of one stage by name, for `metrics.jsonl`: `calls/teacher gpt-5/cost`, `cache/rewrites/hit_rate`. Empty
+/// Metrics of the external calls of one stage, for `metrics.jsonl`, such as `calls/teacher gpt-5/cost` and `cache/rewrites/hit_rate`. Empty
 /// without external calls.
 pub(crate) fn metrics(account: &SpendTracker, stage: StageName) -> BTreeMap<String, f64> {
     let mut figures = BTreeMap::new();
@@ -96,7 +96,7 @@ fn table_of(provider: &str) -> Option<&'static str> {
     }
 }
 
-/// Writes the spend of a stage, and a line of metrics where the stage writes none itself.
+/// Writes the spend of a stage to disk, and a line of metrics if the stage itself writes none.
 pub(crate) fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
     let account = run.outside.spend_tracker();
     account.save()?;
@@ -111,7 +111,7 @@ pub(crate) fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Lines of the report, one per stage and provider.
+/// Table rows of the report on external calls, one per stage and provider.
 pub(crate) fn report_lines(dir: &RunDir) -> anyhow::Result<Vec<(String, String)>> {
     let by_stage = read_spend(&dir.calls())?;
     let stages = StageName::ALL.into_iter().filter_map(|stage| Some((stage, by_stage.get(stage.as_str())?)));

@@ -14,10 +14,10 @@ use querl_core::run_dir::RunDir;
 use querl_data::{INDEX_VERSION, Journal, TableRecord, retrieval_language, write_tables};
 use std::path::{Path, PathBuf};
 
-/// The input of this name.
+/// Name of the input that has the digest of the query table.
 pub(crate) const QUERY_TABLE: &str = "query table";
 
-/// Adds the content of the query table, or of the files of `data.dataset`.
+/// Adds the digest of the query table, or of the files of `data.dataset`, to the inputs.
 pub(crate) fn add_queries(inputs: &mut Inputs, data: &DataConfig) -> anyhow::Result<()> {
     for (split, path) in data.dataset.files() {
         inputs.file(&format!("dataset {}", split.name()), path)?;
@@ -34,7 +34,7 @@ pub(crate) struct Done {
     pub n_failed: u64,
 }
 
-/// One stage: files in the run folder in, files in the run folder out.
+/// A stage of the pipeline, which reads and writes files in the run directory.
 pub(crate) trait Stage: Sync {
     fn name(&self) -> StageName;
 
@@ -57,35 +57,35 @@ pub(crate) trait Stage: Sync {
         Ok(Facts::default())
     }
 
-    /// A warning about the result, once the stage has run and where it is used again.
+    /// A warning about the result, given after the stage has run and when the finished result is reused.
     fn warning(&self, _run: &Run, _facts: &Facts) -> Option<String> {
         None
     }
 
-    /// A warning about a result that is used again, which `permit` gave before the stage ran.
+    /// A warning, given when a finished result is reused, that `permit` gave before the stage ran.
     fn reminder(&self, _run: &Run, _facts: &Facts) -> Option<String> {
         None
     }
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf>;
 
-    /// Exported tables, in the configured formats.
+    /// Paths of the exported tables, in the configured formats.
     fn tables(&self, _run: &Run) -> Vec<PathBuf> {
         Vec::new()
     }
 
-    /// Files and folders that a run of the stage writes or resumes from; they are moved aside where it starts over. Its lines of
-    /// `metrics.jsonl` and its TensorBoard events are too.
+    /// Files and folders that the stage writes or resumes from, which are moved aside when it starts over. The stage's lines of
+    /// `metrics.jsonl` and its TensorBoard events are moved too, without being listed here.
     fn owned(&self, dir: &RunDir) -> Vec<PathBuf> {
         self.outputs(dir)
     }
 
-    /// Whether a stopped run left something to resume from.
+    /// Whether a stopped run of the stage left files to resume from.
     fn is_resumable(&self, _dir: &RunDir) -> bool {
         false
     }
 
-    /// Logs of the stage, which no later stage reads.
+    /// Paths of the stage's logs, which no later stage reads.
     fn logs(&self, _dir: &RunDir) -> Vec<PathBuf> {
         Vec::new()
     }
@@ -99,7 +99,7 @@ pub(crate) trait Stage: Sync {
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done>;
 }
 
-/// Removes a file or a folder; a missing one is fine.
+/// Removes a file or a folder; does nothing if it does not exist.
 pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
     let removed = if path.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
     match removed {
@@ -108,7 +108,7 @@ pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// Writes the tables of `output`, and removes those of other formats.
+/// Writes the records of `output` as tables in `formats`, and removes tables in other formats.
 pub(super) fn make_tables<R: TableRecord>(output: &Path, formats: &[TableFormat]) -> anyhow::Result<()> {
     write_tables::<R>(output, formats)?;
     remove_tables(output, formats).context("tables of other formats cannot be removed")
@@ -120,13 +120,13 @@ fn remove_tables(output: &Path, but: &[TableFormat]) -> std::io::Result<()> {
     unwanted.map(|format| querl_data::table_path(output, format)).try_for_each(|path| remove(&path))
 }
 
-/// The file of records `output` with its journal and its tables of all formats.
+/// Paths of a records file: `output`, its journal, and its tables in all formats.
 pub(super) fn journaled(output: PathBuf) -> Vec<PathBuf> {
     let tables = TableFormat::ALL.map(|format| querl_data::table_path(&output, format));
     [Journal::path_for(&output)].into_iter().chain(tables).chain([output]).collect()
 }
 
-/// Whether a file or folder is there and not empty.
+/// Whether a file or folder exists and is not empty.
 pub(super) fn has_content(path: &Path) -> bool {
     match std::fs::read_dir(path) {
         Ok(mut entries) => entries.next().is_some(),
@@ -183,14 +183,14 @@ const ENDPOINT: [&str; 10] = [
     "response_format",
 ];
 
-/// Adds `model.enable_thinking` where it is set: runs of before the key exist without it.
+/// Adds `model.enable_thinking` to the inputs if it is set, so that runs from before the key existed stay unchanged.
 pub(crate) fn add_thinking(inputs: &mut Inputs, config: &Config) {
     if let Some(enable_thinking) = config.model.enable_thinking {
         inputs.text("model.enable_thinking", enable_thinking);
     }
 }
 
-/// Adds the version of the forms that targets have where rewrites are edits: targets without one are made again.
+/// Adds the version of the edit forms of targets to the inputs, if rewrites are edits; targets of another version are computed again.
 pub(crate) fn add_target_forms(inputs: &mut Inputs, config: &Config) {
     if config.data.rewrite_form == RewriteForm::Edit {
         inputs.text(&format!("{FORMS_OF_EDITS} in targets"), edits::VERSION);
@@ -249,7 +249,7 @@ pub(crate) fn add_retrieval(inputs: &mut Inputs, config: &Config) -> anyhow::Res
     add_vocabulary(inputs, config)
 }
 
-/// Adds what word segmentation depends on.
+/// Adds everything that word segmentation depends on to the inputs.
 pub(crate) fn add_vocabulary(inputs: &mut Inputs, config: &Config) -> anyhow::Result<()> {
     let retrieval = &config.retrieval;
     for (name, path) in [("user dictionary", &retrieval.user_dictionary), ("synonyms", &retrieval.synonyms)] {
@@ -300,7 +300,7 @@ pub(crate) fn add_teacher(inputs: &mut Inputs, config: &Config) -> anyhow::Resul
     Ok(())
 }
 
-/// Adds everything that affects scores: retrieval, judge, prompts, reward plugins.
+/// Adds everything that affects scores to the inputs: retrieval, judge, prompts, reward plugins.
 pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     add_retrieval(inputs, &run.config)?;
     if run.config.data.rewrite_form == RewriteForm::Edit {
@@ -324,7 +324,7 @@ pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Adds the second style model, which classifies responses in the evaluation.
+/// Adds the second style model, which classifies responses in the evaluation, to the inputs.
 pub(crate) fn add_audit(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     match &run.config.plugins.style_model.audit {
         Some(path) => inputs.model("auditing style model", path).map(drop),

@@ -1,19 +1,19 @@
-//! What a sweep tries: the combinations of a grid, and the rungs of successive halving.
+//! The search space of a sweep: the combinations of a grid, and the rungs of successive halving.
 
 use crate::failure::Stop;
 use querl_core::fsx::digest_hex;
 use std::collections::BTreeSet;
 
-/// A key and the values that are tried, as `--set` takes them.
+/// A configuration key with the values to try, in the form of `--set`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GridKey {
-    /// Dotted: `rl.kl_coef`.
+    /// Dotted key, such as `rl.kl_coef`.
     pub key: String,
-    /// At least one, all different.
+    /// Values to try: at least one, without duplicates.
     pub values: Vec<String>,
 }
 
-/// One value of each key, as `KEY=VALUE`, in the order of the keys.
+/// Settings of a combination: `KEY=VALUE` for each key, in the order of the keys.
 pub(super) type Settings = Vec<String>;
 
 /// Maximum number of combinations of a grid: all are listed before some are drawn.
@@ -23,7 +23,7 @@ impl GridKey {
     /// Parses `KEY=V1,V2`. A comma within brackets, braces or quotes belongs to a value.
     ///
     /// # Errors
-    /// The text has another form, or a value comes twice.
+    /// The text has another form, or a value occurs twice.
     pub fn parse(text: &str) -> Result<Self, Stop> {
         let malformed =
             || Stop::usage(format!("--grid `{text}`: expected KEY=V1,V2, such as --grid rl.kl_coef=0.01,0.05"));
@@ -91,7 +91,8 @@ fn split(text: &str) -> Vec<String> {
     values.iter().map(|value| value.trim().to_owned()).collect()
 }
 
-/// The combinations of a grid, the last key varying fastest; with `n_random` so many of them, drawn without replacement by `seed`.
+/// The combinations of a grid, the last key varying fastest; with `n_random`, that number of combinations, drawn without replacement with
+/// `seed`.
 ///
 /// # Errors
 /// A key is given twice or must not vary, or the grid is too large.
@@ -136,8 +137,8 @@ pub(super) fn combinations(
     Ok(chosen.into_iter().map(|i| all[i].clone()).collect())
 }
 
-/// The rungs of successive halving for `n` combinations: on a rung trials end after `1 / 2^shift` of their steps, and the better half of the
-/// combinations goes to the next. The last is 0, the whole length. Rungs that are the same evaluation of `n_steps` count once.
+/// The rungs of successive halving for `n` combinations, as shifts: on a rung, trials stop after `1 / 2^shift` of their steps, and the
+/// better half of the combinations continues. The last shift is 0, the full length. Rungs that end at the same evaluation count once.
 ///
 /// Source: Jamieson and Talwalkar 2016, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", with a factor of 2.
 pub(super) fn rungs(n: usize, n_steps: usize, eval_steps: usize) -> Vec<u32> {
@@ -148,7 +149,7 @@ pub(super) fn rungs(n: usize, n_steps: usize, eval_steps: usize) -> Vec<u32> {
     shifts
 }
 
-/// The step at the end of a rung: one after which the policy is evaluated.
+/// The step at which a rung ends, which is a step with an evaluation.
 pub(super) fn rung_step(n_steps: usize, eval_steps: usize, shift: u32) -> usize {
     n_steps.div_ceil(1 << shift).next_multiple_of(eval_steps.max(1)).min(n_steps)
 }

@@ -36,29 +36,29 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trial::{Trial, TrialProgress};
 
-/// How long trials train.
+/// Length of the trials.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TrialLength {
-    /// To the end.
+    /// Every trial trains to the end.
     Full,
     /// Successive halving: the worse half of the combinations stops at each rung.
     Halving,
 }
 
-/// What a sweep searches.
+/// Options of a sweep: grid, seeds, metric and length.
 #[derive(Debug, Clone)]
 pub struct SweepOptions {
-    /// Keys with their values.
+    /// Configuration keys with the values to try.
     pub grid: Vec<GridKey>,
-    /// Combinations that are drawn from the grid; `None`: all.
+    /// Number of combinations to draw from the grid; `None`: all combinations.
     pub n_random: Option<usize>,
-    /// Seeds of each combination.
+    /// Seeds with which each combination is trained.
     pub seeds: Vec<u64>,
-    /// Of the evaluations on the validation split; higher is better.
+    /// Name of the validation metric that ranks combinations; higher is better.
     pub metric: String,
-    /// How long trials train.
+    /// Length of the trials.
     pub length: TrialLength,
-    /// Folder of the sweep.
+    /// Folder in which the sweep is written.
     pub out: PathBuf,
 }
 
@@ -71,7 +71,7 @@ const TRIALS: &str = "trials";
 /// Maximum size of a report, which has a few hundred bytes for each trial.
 const MAX_REPORT_BYTES: u64 = 64 << 20;
 
-/// Trials every combination with every seed, and writes `sweep.json` after each trial. `base` overrides the configuration in all of them.
+/// Runs a trial of every combination with every seed, and writes `sweep.json` after each. `base`: configuration overrides of all trials.
 ///
 /// # Errors
 /// Options or a configuration of a trial are invalid, the folder has another sweep, a data stage or a service failed, a signal has arrived, or
@@ -124,7 +124,7 @@ struct Sweep<'a> {
     config: &'a Path,
     options: &'a SweepOptions,
     reporter: &'a Arc<dyn Reporter>,
-    /// Of the configuration itself; its stages may be finished already.
+    /// Run directory of the configuration itself, whose stages may already be finished.
     base_run: RunDir,
     combinations: Vec<Combination>,
     rungs: Vec<u32>,

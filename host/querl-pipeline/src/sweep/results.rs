@@ -1,4 +1,4 @@
-//! What the trials of a sweep found: a measurement of each on the validation split, the ranking of the combinations, `sweep.json` and a table.
+//! Results of a sweep: a measurement of each trial on the validation split, the ranking of the combinations, `sweep.json` and a table.
 
 use super::grid::Settings;
 use crate::failure::Stop;
@@ -15,20 +15,20 @@ const REWARD: &str = "val/reward";
 /// Means closer than this are equal.
 const EQUAL: f64 = 1e-9;
 
-/// The evaluation of a trial with the highest validation reward so far. Its policy is `rl/best` where every evaluation could score the same
-/// rows, since checkpoints are compared on the rows that both could score, and where no earlier call trained further.
+/// The evaluation of a trial with the highest validation reward so far. The evaluated policy is `rl/best` if every evaluation scored the
+/// same rows (checkpoints are compared on the rows that both scored) and no earlier call trained further.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Measurement {
     /// Step of the newest evaluation.
     pub(super) step: u64,
-    /// Step of this one.
+    /// Step of the evaluation with the highest validation reward.
     pub(super) best_step: u64,
-    /// Of the metric of the sweep.
+    /// Value of the sweep's metric at that evaluation.
     pub(super) value: f64,
 }
 
 impl Measurement {
-    /// From the evaluations of a run up to the step `last`.
+    /// Reads the measurement from the evaluations of a run, up to the step `last`; `None`: all evaluations.
     ///
     /// # Errors
     /// `metrics.jsonl` cannot be read or has no evaluation, or evaluations do not have the metric.
@@ -61,20 +61,20 @@ fn unknown_metric(row: &Value, metric: &str) -> Stop {
     Stop::usage(format!("--metric {metric}: is no number of the evaluations; expected one of {}", names.join(", ")))
 }
 
-/// What one trial of a combination came to.
+/// Outcome of one trial of a combination.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum TrialOutcome {
-    /// With the value of the metric.
+    /// The trial was measured.
     Measured(Measurement),
-    /// Training failed; the reason.
+    /// Training failed, with the reason.
     Failed(String),
 }
 
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct TrialResult {
     pub(super) seed: u64,
-    /// The run directory, relative to the folder of the sweep.
+    /// Run directory of the trial, relative to the folder of the sweep.
     pub(super) dir: PathBuf,
     #[serde(flatten)]
     pub(super) outcome: TrialOutcome,
@@ -83,15 +83,15 @@ pub(super) struct TrialResult {
 /// A combination of values with its trials, one per seed.
 #[derive(Debug, Clone, Serialize)]
 pub struct CombinationResult {
-    /// From 1.
+    /// Rank of the combination, from 1.
     pub(super) rank: usize,
-    /// `KEY=VALUE` of each key.
+    /// Settings of the combination: `KEY=VALUE` for each key.
     pub(super) settings: Settings,
-    /// Mean of the metric over the seeds; `None` where a trial failed.
+    /// Mean of the metric over the seeds; `None` if a trial failed.
     pub(super) mean: Option<f64>,
     /// Standard error of the mean over the seeds; `None` for one seed.
     pub(super) standard_error: Option<f64>,
-    /// Rungs of successive halving that it was trained for; 1 without halving.
+    /// Number of rungs of successive halving for which the combination was trained; 1 without halving.
     pub(super) n_rungs: usize,
     pub(super) trials: Vec<TrialResult>,
 }
@@ -113,7 +113,7 @@ impl CombinationResult {
         Self { rank: 0, settings, mean, standard_error, n_rungs, trials }
     }
 
-    /// The better first: those with a failed trial last, then those that came further, then those with the higher mean.
+    /// Ranking order, the better first: combinations without a failed trial, then those with more rungs, then those with the higher mean.
     pub(super) fn order(&self, other: &Self) -> Ordering {
         let mean = |result: &Self| result.mean.unwrap_or(f64::NEG_INFINITY);
         let by_failure = self.mean.is_none().cmp(&other.mean.is_none());
@@ -124,15 +124,15 @@ impl CombinationResult {
 /// The result of a sweep, as `sweep.json` has it.
 #[derive(Debug, Clone, Serialize)]
 pub struct SweepReport {
-    /// What was searched; another sweep needs a folder of its own.
+    /// The options of the search; a sweep with other options needs another folder.
     pub(super) search: Value,
     /// The metric that ranks the combinations; higher is better.
     pub(super) metric: String,
-    /// Combinations with a result, by rank.
+    /// Combinations with a result, in the order of rank.
     pub(super) combinations: Vec<CombinationResult>,
-    /// The best combination as flags of `querl run`, or all that came as far and have its mean; empty while none has a result of all seeds.
+    /// The best combination as flags of `querl run`, with all combinations that tie with it; empty until one has results of all seeds.
     pub(super) best: Vec<String>,
-    /// False until every trial has its result.
+    /// Whether every trial has a result.
     pub(super) finished: bool,
 }
 
@@ -149,7 +149,7 @@ impl SweepReport {
         Self { search, metric: metric.to_owned(), combinations, best, finished }
     }
 
-    /// The reason of the first trial that failed.
+    /// Reason of the first failed trial; `None` if no trial failed.
     pub(super) fn first_failure(&self) -> Option<&str> {
         self.combinations.iter().flat_map(|result| &result.trials).find_map(|trial| match &trial.outcome {
             TrialOutcome::Failed(reason) => Some(reason.as_str()),
@@ -157,7 +157,7 @@ impl SweepReport {
         })
     }
 
-    /// For a terminal; ends with a line break.
+    /// The ranking as a table for a terminal; ends with a line break.
     pub fn to_text(&self) -> String {
         let head = ["rank", self.metric.as_str(), "standard error", "seeds", "steps", "settings"];
         let mut grid = vec![head.map(str::to_owned)];

@@ -1,5 +1,5 @@
-//! One trial: a run directory whose stages end with `rl`, which may stop at a rung and resume. Finished stages of another trial on the same
-//! inputs are taken over.
+//! One trial of a sweep: a run directory whose stages end with `rl`, which may stop at a rung and resume. Finished stages of another trial
+//! with the same inputs are copied.
 
 use super::grid::rung_step;
 use crate::failure::{Ending, Stop, ending_of, sentence};
@@ -27,12 +27,12 @@ pub(super) struct Trial {
     pub(super) config: Config,
 }
 
-/// How far a trial went.
+/// Result of training a trial to the end of a rung.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum TrialProgress {
-    /// The end of the rung, this step of `rl`; `None` is the end of the training. An earlier call may have gone further.
+    /// The trial has reached the end of the rung, at this step of `rl` (`None`: end of the training), or an earlier call trained further.
     Reached(Option<u64>),
-    /// Training failed or collapsed, as with too high a learning rate; the reason.
+    /// Training failed or collapsed, as with too high a learning rate, with the reason.
     Failed(String),
 }
 
@@ -40,8 +40,8 @@ pub(super) enum TrialProgress {
 const SHARED: [StageName; 4] = [StageName::Rewrite, StageName::Validate, StageName::Convert, StageName::Sft];
 
 impl Trial {
-    /// Trains to the end of a rung ([`rung_step`]): from the beginning, or from where an earlier call stopped. With all its steps in the
-    /// schedule of the learning rate, a trial that stops on the way is one that does not, up to there.
+    /// Trains to the end of a rung ([`rung_step`]), from the beginning or from where an earlier call stopped. The learning-rate schedule is
+    /// always that of the full length, so a trial that stops at a rung is the same, up to there, as one that does not.
     ///
     /// # Errors
     /// A data stage or a service failed, a limit was reached, a setting cannot be used, or a signal has arrived.
@@ -72,8 +72,8 @@ impl Trial {
         }
     }
 
-    /// Takes over finished stages of the most similar of `sources` that can be copied, where this trial has not begun. The ledger decides
-    /// what of them holds for its own inputs; the rest runs again. A source that cannot be copied is named.
+    /// If this trial has not begun, copies the finished stages of the most similar of `sources` that can be copied. Stages whose recorded
+    /// inputs differ from this trial's run again. A source that cannot be copied is reported.
     ///
     /// # Errors
     /// The configuration has no TOML form.

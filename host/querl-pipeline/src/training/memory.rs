@@ -1,4 +1,4 @@
-//! GPU memory: the plan that is checked before a stage, and advice where memory ran out.
+//! GPU memory: the memory plan that is checked before a stage, and advice after an out-of-memory error.
 
 use crate::device::UsedGpu;
 use crate::failure::Stop;
@@ -17,7 +17,8 @@ pub(crate) fn request(config: &Config, stage: PlannedStage) -> anyhow::Result<Me
     Ok(MemoryRequest { shapes, model: config.model.clone(), stage, types: DeviceSizes::GPU, n_devices })
 }
 
-/// Reports the planned memory of a stage; does nothing on the CPU.
+/// Reports the planned memory of a stage, with a warning if it may not fit on the GPU; an error if base and adapters alone do not fit. Does
+/// nothing on the CPU.
 pub(crate) fn check(gpu: Option<&UsedGpu>, request: &MemoryRequest, progress: &dyn Progress) -> Result<(), Stop> {
     let Some((gpu, free)) = gpu.and_then(|gpu| Some((gpu, gpu.free_bytes?))) else { return Ok(()) };
     let plan = MemoryPlan::new(request);
@@ -32,7 +33,7 @@ pub(crate) fn check(gpu: Option<&UsedGpu>, request: &MemoryRequest, progress: &d
     Ok(())
 }
 
-/// Adds advice to an out-of-memory error.
+/// Adds advice on which setting to change to an out-of-memory error; returns other errors unchanged.
 pub(crate) fn explain(gpu: Option<&UsedGpu>, request: &MemoryRequest, error: JobError) -> JobError {
     match (error, gpu) {
         (JobError::Failed(Failure { kind: FailureKind::OutOfMemory, message }), Some(gpu)) => {

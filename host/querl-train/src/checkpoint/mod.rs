@@ -1,5 +1,5 @@
-//! Checkpoints of a stage: `best` and `last`, folders that PEFT (or, after full fine-tuning, transformers) reads; and `state`, files
-//! to resume from, which are complete or not used.
+//! Checkpoints of a stage: `best` and `last`, folders that PEFT (or, after full fine-tuning, transformers) reads; and `state`, the files
+//! from which a run resumes. An incomplete state file is not used.
 
 mod store;
 
@@ -29,7 +29,7 @@ pub const STATE: &str = "state";
 /// Folder of the adapter that a rollout server generates with.
 pub const ROLLOUT: &str = "rollout";
 
-/// Tells when a checkpoint is due by time.
+/// Timer of the checkpoints that are saved every `interval_s` seconds.
 #[derive(Debug)]
 pub(crate) struct SaveTimer {
     pub(crate) interval: Duration,
@@ -37,12 +37,12 @@ pub(crate) struct SaveTimer {
 }
 
 impl SaveTimer {
-    /// `interval_s` 0: never due.
+    /// Starts the timer; with an `interval_s` of 0 no checkpoint is ever due.
     pub(crate) fn start(interval_s: u64) -> Self {
         Self { interval: Duration::from_secs(interval_s), saved: Instant::now() }
     }
 
-    /// Whether a checkpoint is due on any rank: all save together, and their clocks differ.
+    /// Whether a checkpoint is due on any rank: all ranks save together, and the ranks' clocks differ.
     pub(crate) fn is_due(&self, ranks: &Ranks) -> Result<bool, TrainError> {
         Ok(!self.interval.is_zero() && ranks.any(self.has_elapsed())?)
     }
@@ -76,7 +76,8 @@ pub(crate) fn save_policy(mesh: &Mesh, policy: Policy<'_>, directory: &Path, bas
     Ok(policy.decoder.save(directory, DType::F32)?)
 }
 
-/// Values and f32 tensors by name. It shares storage with the tensors that were put in: write it before they change.
+/// Content of a checkpoint: JSON values and f32 tensors by name. It shares storage with the tensors that were put in, so write it before
+/// they change.
 #[derive(Debug, Clone, Default)]
 pub struct State {
     values: BTreeMap<String, Value>,
@@ -93,7 +94,7 @@ struct Array {
 enum Data {
     /// A tensor of the training.
     Tensor(Tensor),
-    /// Values from a file, or an optimizer's moments.
+    /// f32 values read from a file, or moments of an optimizer.
     Values(Arc<Vec<f32>>),
 }
 
@@ -117,17 +118,17 @@ impl State {
     /// Stores a value: counters, losses, token ids. Finite numbers are restored exactly; JSON has no others.
     ///
     /// # Errors
-    /// It has no JSON form.
+    /// The value has no JSON form.
     pub fn put<T: Serialize>(&mut self, name: &str, value: &T) -> Result<(), TrainError> {
         let value = serde_json::to_value(value).map_err(|error| misfit(name, error))?;
         self.values.insert(name.to_owned(), value);
         Ok(())
     }
 
-    /// A value that was put in.
+    /// The value that [`put`](Self::put) stored under `name`.
     ///
     /// # Errors
-    /// It is missing, or of another type.
+    /// The value is missing, or of another type.
     pub fn get<T: DeserializeOwned>(&self, name: &str) -> Result<T, TrainError> {
         let value = self.values.get(name).ok_or_else(|| misfit(name, "is missing"))?;
         T::deserialize(value).map_err(|error| misfit(name, error))
@@ -144,7 +145,7 @@ impl State {
     /// The tensors under `prefix`.
     ///
     /// # Errors
-    /// One was put in that is not f32.
+    /// A tensor under `prefix` is not f32.
     pub fn tensors(&self, prefix: &str) -> Result<BTreeMap<String, Tensor>, TrainError> {
         let of_prefix = self.under(prefix);
         let tensor = |(name, array): (&str, &Array)| Ok((name.to_owned(), array.tensor()?));
@@ -156,7 +157,7 @@ impl State {
         self.put_tensors(prefix, &vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect());
     }
 
-    /// A copy in host memory that does not share storage.
+    /// A copy of the state in host memory that shares no storage with the trained tensors.
     pub(crate) fn detached(self) -> Result<Self, TrainError> {
         let detached = |(name, Array { dims, data }): (String, Array)| {
             let data = match data {
@@ -190,7 +191,7 @@ impl State {
         self.arrays.insert(format!("{prefix}/{name}"), Array { dims: dims.to_vec(), data: Data::Values(values) });
     }
 
-    /// Arrays under `prefix`, by name, with their shapes.
+    /// The f32 values under `prefix` by name, each with its shape.
     pub(crate) fn shared(&self, prefix: &str) -> Result<SharedArrays, TrainError> {
         let held = |(name, array): (&str, &Array)| {
             let values = match &array.data {
@@ -202,7 +203,7 @@ impl State {
         self.under(prefix).map(held).collect()
     }
 
-    /// Gathers the shards of tensor-parallel `ranks`: all call this together, and the first gets the full state.
+    /// Gathers the shards of tensor-parallel `ranks` into the full state, which the first rank gets; all ranks call this together.
     pub(crate) fn gather_shards(self, ranks: &Ranks) -> Result<Self, TrainError> {
         self.map_sharded(ranks, |tensor, axis| {
             let whole = ranks.gather(tensor, axis)?;
@@ -210,7 +211,7 @@ impl State {
         })
     }
 
-    /// The shard of a full state that this one of `ranks` holds.
+    /// This rank's shard of a full state, for tensor-parallel `ranks`.
     pub(crate) fn shard(&self, ranks: &Ranks) -> Result<Self, TrainError> {
         self.clone().map_sharded(ranks, |tensor, axis| Ok(ranks.shard_of(tensor, axis)?))
     }
@@ -251,10 +252,10 @@ impl State {
     }
 }
 
-/// Values by name, with their shapes.
+/// f32 arrays by name: shape and row-major values.
 pub(crate) type SharedArrays = BTreeMap<String, (Vec<usize>, Arc<Vec<f32>>)>;
 
-/// A valid state of another training.
+/// The error for a checkpoint value `name` that is valid but does not fit this training.
 pub(crate) fn misfit(name: &str, what: impl std::fmt::Display) -> TrainError {
     TrainError::Data(format!("checkpoint: `{name}` {what}; rerun the stage with `--from`"))
 }

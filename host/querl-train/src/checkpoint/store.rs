@@ -14,7 +14,7 @@ use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The states of one training, by step.
+/// The folder with the newest checkpoint states of one training, one file per step.
 #[derive(Debug)]
 pub struct StateStore {
     directory: PathBuf,
@@ -23,16 +23,16 @@ pub struct StateStore {
 }
 
 impl StateStore {
-    /// The states in `directory`, which need not exist yet. The newest `keep` are kept. `fingerprint` is a digest of everything that
-    /// the training depends on: a state with another one is not resumed.
+    /// Opens the states in `directory`, which need not exist yet; the newest `keep` states are kept. `fingerprint` is a digest of
+    /// everything that the training depends on: a state with another fingerprint is not resumed.
     pub fn open(directory: &Path, keep: usize, fingerprint: &str) -> Self {
         Self { directory: directory.to_owned(), keep: keep.max(1), fingerprint: fingerprint.to_owned() }
     }
 
-    /// Writes the state of `step` atomically and synced; then removes old ones, and those of later steps from an earlier attempt.
+    /// Writes the state of `step` atomically and synced to disk; then removes old states, and those of later steps from an earlier attempt.
     ///
     /// # Errors
-    /// The file cannot be written: earlier states are unchanged.
+    /// The file cannot be written; earlier states are then unchanged.
     pub fn write(&self, step: u64, state: &State) -> Result<(), TrainError> {
         self.commit(step, |to| write_state(to, step, &self.fingerprint, state))
     }
@@ -48,7 +48,8 @@ impl StateStore {
         self.remove_others(step).map_err(failed)
     }
 
-    /// The newest state to resume from, with its step. Each that is damaged or of another training is skipped with a warning.
+    /// The newest state to resume from, with its step; `None` if there is none. A state that is damaged or of another training is skipped
+    /// with a warning.
     ///
     /// # Errors
     /// The folder or a file in it cannot be read.

@@ -72,7 +72,7 @@ impl Bytes {
         unsafe { Vec::from_raw_parts(self.data, self.len, self.capacity) }
     }
 
-    /// The bytes of either side.
+    /// Borrows the bytes, whichever side of the interface allocated them.
     ///
     /// # Safety
     /// These bytes are [`Bytes::EMPTY`] or were made by `from_vec` on either side, and are not freed while the slice lives.
@@ -102,68 +102,68 @@ pub struct HostTable {
     pub abi: u32,
     /// Passed to every function below.
     pub context: *mut c_void,
-    /// Takes an [`Event`].
+    /// Receives an [`Event`] as JSON.
     pub event: EventFn,
-    /// Answers a [`Request`]: [`DONE`] and a [`Reply`], or another number and an error message.
+    /// Handles a [`Request`] as JSON: returns [`DONE`] and writes a [`Reply`], or returns another code and writes an error message.
     pub request: RequestFn,
-    /// Frees what `request` wrote.
+    /// Frees the bytes that `request` wrote.
     pub free: FreeFn,
-    /// One byte that is set to stop the job. Read as an atomic.
+    /// Stop flag: one byte, read as an atomic; 1 stops the job.
     pub stop: *const AtomicBool,
 }
 
-/// `querl_cuda_abi`.
+/// Type of `querl_cuda_abi`.
 pub type AbiFn = unsafe extern "C" fn() -> u32;
-/// `querl_cuda_describe`.
+/// Type of `querl_cuda_describe`.
 pub type DescribeFn = unsafe extern "C" fn(*mut Bytes) -> i32;
-/// `querl_cuda_run`.
+/// Type of `querl_cuda_run`.
 pub type RunFn = unsafe extern "C" fn(*const u8, usize, *const HostTable, *mut Bytes) -> i32;
-/// `querl_cuda_free`, and [`HostTable::free`].
+/// Type of `querl_cuda_free` and of [`HostTable::free`].
 pub type FreeFn = unsafe extern "C" fn(Bytes);
-/// [`HostTable::event`].
+/// Type of [`HostTable::event`].
 pub type EventFn = unsafe extern "C" fn(*mut c_void, *const u8, usize);
-/// [`HostTable::request`].
+/// Type of [`HostTable::request`].
 pub type RequestFn = unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut Bytes) -> i32;
 
-/// The message of a panic's payload.
+/// The message in the payload of a caught panic.
 pub fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }
 
-/// A library's description of itself.
+/// What `querl_cuda_describe` reports: versions and CUDA kernels of the library.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Description {
-    /// Version of querl.
+    /// Version of querl that the library was built from.
     pub version: String,
     /// Version of CUDA, such as 13000 for 13.0; `None` for a build that only has the CPU.
     pub cuda: Option<u32>,
-    /// Compute capabilities that its kernels were compiled for, such as 90.
+    /// Compute capabilities that the library's kernels were compiled for, such as 90.
     pub capabilities: Vec<u32>,
-    /// SHA-256 of its compiled kernels; empty without CUDA.
+    /// SHA-256 of the library's compiled kernels; empty without CUDA.
     #[serde(default)]
     pub kernels: String,
 }
 
-/// A job for the library.
+/// A job for the library to run: devices and work.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Job {
-    /// What it runs on.
+    /// Devices and threads that the job runs on.
     pub resources: Resources,
-    /// What it does.
+    /// The training or generation to run.
     pub work: Work,
 }
 
-/// What a job does.
+/// The kinds of jobs: supervised fine-tuning, reinforcement learning or generation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Work {
-    /// [`run_sft`](super::run_sft).
+    /// Supervised fine-tuning, as [`run_sft`](super::run_sft).
     Sft(Box<SftJob>),
-    /// [`run_rl`](super::run_rl).
+    /// Reinforcement learning, as [`run_rl`](super::run_rl).
     Rl(Box<RlJob>),
-    /// [`run_generate`](super::run_generate).
+    /// Generation, as [`run_generate`](super::run_generate).
     Generate(Box<GenerateJob>),
 }
 
@@ -171,11 +171,11 @@ pub enum Work {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum JobResult {
-    /// Of [`Work::Sft`].
+    /// Summary of a completed [`Work::Sft`].
     Sft(SftSummary),
-    /// Of [`Work::Rl`].
+    /// Summary of a completed [`Work::Rl`].
     Rl(RlSummary),
-    /// Of [`Work::Generate`]: all responses were passed on.
+    /// [`Work::Generate`] is complete: all responses were passed to the response callback.
     Generated,
     /// The job failed.
     Failed(Failure),
@@ -183,7 +183,7 @@ pub enum JobResult {
     CallbackFailed(String),
 }
 
-/// From the library, without an answer: the methods of [`Progress`](querl_core::ports::Progress).
+/// A message from the library that needs no reply: one variant per method of [`Progress`](querl_core::ports::Progress).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -192,8 +192,8 @@ pub enum Event {
     Line(String),
 }
 
-/// From the library, with an answer: the methods of [`MetricSink`](crate::MetricSink) and
-/// [`Environment`](querl_core::ports::Environment) and [`RolloutEngine`](querl_core::ports::RolloutEngine), and
+/// A message from the library that needs a [`Reply`]: a call of [`MetricSink`](crate::MetricSink),
+/// [`Environment`](querl_core::ports::Environment), [`RolloutEngine`](querl_core::ports::RolloutEngine) or
 /// [`ResponseCallback`](super::ResponseCallback).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -202,7 +202,7 @@ pub enum Request {
     RecordMetrics {
         stage: String,
         step: u64,
-        /// Finite or not.
+        /// Metrics by name; values may be NaN or infinite.
         #[serde(with = "metrics_json")]
         metrics: Metrics,
     },
@@ -229,17 +229,17 @@ pub enum Request {
     },
 }
 
-/// The program's answer.
+/// The program's reply to a [`Request`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
-    /// Of a method without a result.
+    /// The call succeeded and has no result.
     Done,
-    /// Position of a log.
+    /// Length of the metrics log, as [`MetricSink::mark`](crate::MetricSink::mark) returns it.
     Mark(u64),
-    /// One record per response.
+    /// One episode record per response.
     Scored(ScoredResponses),
-    /// Responses to each prompt.
+    /// Responses of the rollout server, one list per prompt.
     Rollouts(Vec<Vec<RolloutResponse>>),
 }
 

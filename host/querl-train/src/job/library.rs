@@ -30,7 +30,7 @@ pub enum LibraryError {
     Description(String),
 }
 
-/// A library of the program's version.
+/// A loaded `libquerl_cuda` whose version is that of this program.
 #[derive(Debug)]
 pub struct Library {
     run: RunFn,
@@ -39,15 +39,15 @@ pub struct Library {
 }
 
 impl Library {
-    /// Checks the version of the interface, looks up the other functions, then checks the version of querl, which must be
-    /// `version`. `find` returns a function's address by its name.
+    /// Connects to a loaded library: checks the version of the C interface, looks up the other functions, then checks that the library is
+    /// of querl `version`. `find` returns a function's address by its name.
     ///
     /// # Errors
     /// A function is missing, or a version differs.
     ///
     /// # Safety
-    /// The address of `querl_cuda_abi` is a function as in [`interface`], and so are the others if that one returns
-    /// [`interface::ABI`]. They stay valid for the rest of the process.
+    /// The address of `querl_cuda_abi` is a function with the signature in [`interface`]; if it returns [`interface::ABI`], the other
+    /// addresses are so too. All stay valid for the rest of the process.
     pub unsafe fn connect(
         find: impl Fn(&'static str) -> Option<*const ()>,
         version: &str,
@@ -74,15 +74,15 @@ impl Library {
         Ok(Self { run, free, description })
     }
 
-    /// Its versions and compute capabilities.
+    /// Versions and compute capabilities of the library.
     pub fn description(&self) -> &Description {
         &self.description
     }
 
-    /// [`run_sft`](super::run_sft) in the library.
+    /// Runs [`run_sft`](super::run_sft) in the library.
     ///
     /// # Errors
-    /// As there; a panic within the library is a failure with its message.
+    /// As [`run_sft`](super::run_sft); a panic within the library is a failure with the panic's message.
     pub fn run_sft(
         &self,
         job: &SftJob,
@@ -95,7 +95,7 @@ impl Library {
         }
     }
 
-    /// [`run_rl`](super::run_rl) in the library.
+    /// Runs [`run_rl`](super::run_rl) in the library.
     ///
     /// # Errors
     /// As [`Library::run_sft`], and those of the environments.
@@ -113,7 +113,7 @@ impl Library {
         }
     }
 
-    /// [`run_generate`](super::run_generate) in the library.
+    /// Runs [`run_generate`](super::run_generate) in the library.
     ///
     /// # Errors
     /// As [`Library::run_sft`], and those of `on_responses`.

@@ -28,13 +28,13 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard};
 
-/// What one rank of a job computes on.
+/// Device of one rank of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Device {
     /// The CPU.
     Cpu,
-    /// A GPU by its index in the driver's order.
+    /// A GPU, by its index in the order of the CUDA driver.
     Cuda(usize),
 }
 
@@ -47,13 +47,13 @@ impl std::fmt::Display for Device {
     }
 }
 
-/// What a job runs on.
+/// Devices and CPU threads of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Resources {
     /// One rank per device, at least one. Several ranks may share the CPU.
     pub devices: Vec<Device>,
-    /// CPU threads; 0: all cores. Only the first job of a process sets it.
+    /// Number of CPU threads, 0 for all cores; only the first job of a process sets it.
     pub threads: usize,
 }
 
@@ -73,7 +73,7 @@ pub struct SftJob {
     pub val: Vec<Example>,
     /// Digest of everything that the result depends on; `None`: no checkpoints to resume from are written.
     pub fingerprint: Option<String>,
-    /// Where `best`, `last` and `state` are written.
+    /// Folder in which `best`, `last` and `state` are written.
     pub output_dir: PathBuf,
 }
 
@@ -87,47 +87,48 @@ pub struct RlJob {
     pub seed: u64,
     /// Hyperparameters.
     pub config: RlConfig,
-    /// The shape of new adapters.
+    /// LoRA settings of new adapters (policy without `adapter`, critic).
     pub lora: SftConfig,
-    /// Start of the policy, and the reference; `None`: a new adapter, and the bare base as the reference.
+    /// Folder of the adapter that the policy starts from and that is the reference; `None`: the policy is a new adapter, and the reference
+    /// is the base without adapter.
     pub adapter: Option<PathBuf>,
-    /// Prompt tokens of the training split, by row.
+    /// Token ids of the prompts of the training split, one list per row.
     pub train_prompts: Vec<Vec<u32>>,
-    /// Prompt tokens of the validation split, by row.
+    /// Token ids of the prompts of the validation split, one list per row.
     pub val_prompts: Vec<Vec<u32>>,
-    /// Maximum KL of the responses of [`Environments::rollouts`], as [`ServerRollouts`](crate::rl::ServerRollouts); `None`: the job
-    /// generates them.
+    /// `Some`: [`Environments::rollouts`] generates the responses, and this is the maximum KL of its log-probabilities, as
+    /// [`ServerRollouts::max_mismatch_kl`](crate::rl::ServerRollouts::max_mismatch_kl). `None`: the job generates the responses.
     pub max_mismatch_kl: Option<f64>,
-    /// As [`SftJob::fingerprint`].
+    /// Digest of everything that the result depends on; `None`: no checkpoints to resume from are written.
     pub fingerprint: Option<String>,
-    /// Step after which the job stops with its state saved, as after the stop flag.
+    /// Step after which the job saves its state and stops, as if the stop flag were set; `None`: the job takes all steps.
     pub stop_after: Option<u64>,
-    /// Where `best`, `last` and `state` are written.
+    /// Folder in which `best`, `last` and `state` are written.
     pub output_dir: PathBuf,
 }
 
-/// Greedy, beam-search or sampled responses of `model`.
+/// Generation of responses with `model`: greedy, by beam search, or sampled.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GenerateJob {
     /// The base model.
     pub model: ModelConfig,
-    /// `None`: the bare base.
+    /// Folder of the adapter; `None`: the base without adapter.
     pub adapter: Option<PathBuf>,
     /// The conversations to respond to.
     pub prompts: Vec<Vec<Message>>,
     /// Beam width of beam search; 1 is greedy decoding.
     pub n_beams: usize,
-    /// Samples in place of the one response per prompt that greedy decoding or beam search gives.
+    /// Settings of sampling several responses per prompt; `None`: one response by greedy decoding or beam search.
     pub samples: Option<SampleSettings>,
-    /// Limits and stop strings, as in training; of samples also temperature, `top_k` and `top_p`.
+    /// Token limit and stop strings, as in training; for sampling also temperature, `top_k` and `top_p`.
     pub limits: RlConfig,
     /// Prompts per call of the response callback.
     pub batch_size: usize,
 }
 
 impl GenerateJob {
-    /// Responses per prompt.
+    /// Number of responses per prompt.
     pub fn n_per_prompt(&self) -> usize {
         self.samples.map_or(1, |samples| samples.n_per_prompt)
     }
@@ -137,9 +138,9 @@ impl GenerateJob {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SampleSettings {
-    /// At least 1.
+    /// Responses per prompt, at least 1.
     pub n_per_prompt: usize,
-    /// Each prompt has a stream of its own.
+    /// Seed of the random numbers; each prompt has its own stream.
     pub seed: u64,
 }
 
@@ -147,41 +148,41 @@ pub struct SampleSettings {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GeneratedResponse {
-    /// Decoded up to a stop string, without special tokens.
+    /// The decoded response up to a stop string, without special tokens.
     pub text: String,
-    /// Tokens generated, end of sequence included.
+    /// Number of generated tokens, including the end-of-sequence token.
     pub n_tokens: u32,
-    /// Reached the token limit.
+    /// Whether the response ended at the token limit.
     pub truncated: bool,
-    /// Wall-clock time of all responses to the prompt, in milliseconds; `None` where other ranks used the same CPU meanwhile.
+    /// Wall-clock time to generate all responses to the prompt, in milliseconds; `None` if other ranks used the same CPU at the same time.
     pub latency_ms: Option<f64>,
-    /// Mean log-probability of its tokens in nats, at the temperature of the limits; `None` without tokens.
+    /// Mean log-probability of the response's tokens in nats, at the temperature of [`GenerateJob::limits`]; `None` for no tokens.
     pub mean_logprob: Option<f64>,
 }
 
-/// What a job calls while it runs. Calls come from several threads.
+/// Callbacks of a job: progress, metrics and the stop flag. Called from several threads.
 #[derive(Clone, Copy)]
 pub struct Callbacks<'a> {
     /// Where progress is shown.
     pub progress: &'a dyn Progress,
     /// Where metrics are recorded; [`NoMetrics`] for generation.
     pub metrics: &'a Mutex<dyn MetricSink + Send + 'a>,
-    /// Set to stop at the next safe point; never cleared.
+    /// Stop flag: the job stops at the next safe point once it is set. It is never cleared.
     pub stop: &'a AtomicBool,
 }
 
-/// What scores the responses of an [`RlJob`], and may generate them.
+/// Environments that score the responses of an [`RlJob`], and the engine that generates them if the job does not.
 #[derive(Clone, Copy)]
 pub struct Environments<'a> {
-    /// Opened with the rows of the training split.
+    /// Environment of the training split, opened with its rows.
     pub train: &'a dyn Environment,
-    /// Opened with the rows of the validation split.
+    /// Environment of the validation split, opened with its rows.
     pub val: &'a dyn Environment,
-    /// Generates the responses of a job with `max_mismatch_kl`.
+    /// Rollout engine of a job with [`RlJob::max_mismatch_kl`]; `None` for other jobs.
     pub rollouts: Option<&'a dyn RolloutEngine>,
 }
 
-/// Receives the next responses of a generation, in the order of the prompts; all samples of a prompt follow each other.
+/// Callback that receives the next batch of generated responses, in the order of the prompts; the samples of a prompt are adjacent.
 pub type ResponseCallback<'a> = dyn FnMut(Vec<GeneratedResponse>) -> Result<(), CallbackError> + Send + 'a;
 
 /// Discards metrics.
@@ -202,7 +203,7 @@ impl MetricSink for NoMetrics {
     }
 }
 
-/// Kinds of failure; exit codes follow from them.
+/// Kinds of failure, which determine the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureKind {
@@ -212,7 +213,7 @@ pub enum FailureKind {
     Usage,
     /// A limit that the user set was reached.
     Limit,
-    /// As [`FailureKind::Limit`], of episodes without a score: most lack the teacher's rewrite.
+    /// The limit of episodes without a score was reached, and most of these lack the teacher's rewrite.
     MissingBaselines,
     /// The stop flag was set; the state is saved.
     Interrupted,
@@ -221,7 +222,7 @@ pub enum FailureKind {
 }
 
 impl FailureKind {
-    /// The kind of a trainer's error.
+    /// The failure kind of a training error.
     pub fn of(error: &TrainError) -> Self {
         match error {
             TrainError::Interrupted { .. } => Self::Interrupted,
@@ -234,7 +235,7 @@ impl FailureKind {
         }
     }
 
-    /// The user can correct what a model's folder lacks or holds, but not a failed computation.
+    /// The failure kind of a model error: [`FailureKind::Usage`] for the content of a model folder, which the user can correct.
     pub fn of_model(error: &ModelError) -> Self {
         match error {
             ModelError::MissingFile { .. }
@@ -250,14 +251,14 @@ impl FailureKind {
     }
 }
 
-/// An error as text, as it crosses the C interface.
+/// A job's error as kind and text, the form in which it crosses the C interface.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 #[serde(deny_unknown_fields)]
 pub struct Failure {
-    /// Decides the exit code.
+    /// Kind of the failure, which determines the exit code.
     pub kind: FailureKind,
-    /// One sentence, causes included.
+    /// Error message with its causes, on one line.
     pub message: String,
 }
 
@@ -307,12 +308,12 @@ impl From<ModelError> for JobError {
     }
 }
 
-/// The response callback accepts no more responses; its message.
+/// Error of the response callback, which ends the generation; the text is the callback's message.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CallbackError(pub String);
 
-/// An error with its causes as one line; a cause that the line ends with already is not repeated.
+/// Formats an error and its causes as one line; a cause that the line already ends with is not repeated.
 pub fn error_chain(error: &(dyn Error + 'static)) -> String {
     let mut sentence = String::new();
     let mut next = Some(error);

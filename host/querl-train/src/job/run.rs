@@ -19,7 +19,7 @@ use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-/// Fine-tunes; resumes an earlier job with the same fingerprint.
+/// Runs supervised fine-tuning; resumes an earlier job with the same fingerprint.
 ///
 /// # Errors
 /// This build does not have a device, the model cannot be loaded, or training fails or is stopped.
@@ -53,7 +53,7 @@ pub fn run_sft(job: &SftJob, resources: &Resources, callbacks: &Callbacks<'_>) -
     })
 }
 
-/// Trains a policy against the environments' scores; resumes an earlier job with the same fingerprint.
+/// Runs reinforcement learning with the environments' scores as rewards; resumes an earlier job with the same fingerprint.
 ///
 /// # Errors
 /// As [`run_sft`], and those of the environments.
@@ -100,7 +100,7 @@ pub fn run_rl(
     })
 }
 
-/// Responds to every prompt and passes the responses on in batches; checks the stop flag between batches.
+/// Generates responses to every prompt and passes them to `on_responses` in batches; checks the stop flag between batches.
 ///
 /// # Errors
 /// As [`run_sft`], and those of `on_responses`.
@@ -303,7 +303,7 @@ fn decisive_failure(failures: Vec<RankFailure<JobError>>, devices: &[Device]) ->
     }
 }
 
-/// LoRA settings of new adapters: the policy's and the critic's.
+/// LoRA settings of new policy and critic adapters, from the SFT configuration.
 pub fn lora_settings(sft: &SftConfig) -> LoraSettings {
     LoraSettings {
         use_rslora: sft.use_rslora,

@@ -33,31 +33,31 @@ use querl_core::config::{AdvantageForm, LossAgg, RlAlgorithm, RlConfig};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A batch whose advantages are estimated.
+/// Input of the advantage estimation: rewards, groups and values of a batch of B responses of T tokens each.
 pub(super) struct ScoredBatch<'a> {
-    /// `(B, T)`: each response's score at its last token, less KL where that is part of the reward.
+    /// Per-token rewards `(B, T)`: each response's score at its last token, less the KL penalty where KL is part of the reward.
     pub(super) rewards: &'a Rows,
-    /// B: row of the query that a response answers.
+    /// Group id of each of the B responses: the row of its query.
     pub(super) groups: &'a [usize],
-    /// Reward of one more response of each group (`rl.anchor_baseline`), in the scale of `rewards`.
+    /// Reward that counts as one more response of each group (`rl.anchor_baseline`), in the scale of `rewards`.
     pub(super) anchor: Option<f32>,
-    /// `(B, T)`: the critic's, where [`has_critic`].
+    /// Values of the critic, `(B, T)`; `None` for algorithms without a critic.
     pub(super) values: Option<&'a Rows>,
     pub(super) config: &'a RlConfig,
 }
 
 pub(super) struct AdvantageEstimate {
-    /// `(B, T)`; in the sequence form the same at every token of a response.
+    /// Advantages `(B, T)`; in the sequence form all tokens of a response have the same advantage.
     pub(super) advantages: Rows,
-    /// For algorithms with a critic.
+    /// Regression targets of the critic; `None` for algorithms without a critic.
     pub(super) targets: Option<ValueTargets>,
 }
 
-/// What a critic learns, and where.
+/// Regression targets of the critic.
 pub(super) struct ValueTargets {
-    /// `(B, T)`.
+    /// Returns `(B, T)`, the targets of the values.
     pub(super) returns: Rows,
-    /// `(B, T)`: true where the critic learns.
+    /// Mask `(B, T)`: true for the tokens that count in the value loss.
     pub(super) mask: Vec<Vec<bool>>,
 }
 
@@ -66,9 +66,9 @@ pub(super) fn has_critic(algorithm: RlAlgorithm) -> bool {
     algorithm == RlAlgorithm::Ppo
 }
 
-/// How token losses are averaged. In the sequence form the policy loss averages over responses, and each token receives the
-/// whole gradient of the one ratio; KL and entropy are then sums over a response too, so that `kl_coef` and `ent_coef` have the
-/// same weight against the policy loss as in the token form.
+/// Loss aggregation of a configuration. In the sequence form the policy loss is averaged over responses, and each token receives the
+/// gradient of its response's one ratio; KL and entropy are then also summed over a response, so that `kl_coef` and `ent_coef` have the
+/// same weight relative to the policy loss as in the token form.
 pub(super) fn aggregation(config: &RlConfig) -> Aggregation {
     match (config.advantage_form, config.loss_agg_in_force()) {
         (AdvantageForm::Sequence, _) => Aggregation::SequenceSum { scale: 1.0 },
@@ -82,7 +82,7 @@ pub(super) fn aggregation(config: &RlConfig) -> Aggregation {
     }
 }
 
-/// Advantages of a batch, and the critic's targets.
+/// Estimates the advantages of a batch, and the critic's targets, with the configured algorithm.
 pub(super) fn estimate_advantages(batch: &ScoredBatch<'_>) -> AdvantageEstimate {
     let (config, groups, anchor) = (batch.config, batch.groups, batch.anchor);
     let whiten = |advantages: Rows| match config.whiten_advantages {
@@ -160,8 +160,8 @@ pub fn token_rewards(scores: &[f32], kl: &[Vec<f32>], kl_coef: f32) -> Rows {
     scores.iter().zip(kl).map(row).collect()
 }
 
-/// The penalty of a response of `n_tokens` tokens: 0 up to `max_new_tokens - buffer_len`, then linear up to `penalty_factor` at
-/// `max_new_tokens`. Without a buffer it is 0.
+/// Overlong penalty of a response of `n_tokens` tokens: 0 up to `max_new_tokens - buffer_len`, then linear up to `penalty_factor` at
+/// `max_new_tokens`; always 0 with a `buffer_len` of 0.
 ///
 /// Source: Yu et al. 2025, "DAPO", equation 13; verl `DAPORewardManager.run_single`, `overlong_reward`.
 pub fn overlong_penalty(n_tokens: usize, max_new_tokens: usize, buffer_len: usize, penalty_factor: f64) -> f64 {
@@ -182,7 +182,7 @@ pub struct RunningMoments {
 }
 
 impl RunningMoments {
-    /// Adds a batch.
+    /// Adds a batch of numbers.
     pub fn update(&mut self, values: &[f32]) {
         if values.is_empty() {
             return;
@@ -196,12 +196,12 @@ impl RunningMoments {
         self.count = total;
     }
 
-    /// Mean so far; 0 before the first batch.
+    /// Mean of all numbers so far; 0 before the first batch.
     pub fn mean(&self) -> f64 {
         self.mean
     }
 
-    /// Unbiased standard deviation so far; 1 for fewer than two numbers.
+    /// Unbiased standard deviation of all numbers so far; 1 for fewer than two numbers.
     pub fn deviation(&self) -> f64 {
         if self.count < 2.0 { 1.0 } else { (self.squares / (self.count - 1.0)).sqrt() }
     }
@@ -210,9 +210,9 @@ impl RunningMoments {
 /// Advantages and returns of a batch, per token.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Advantages {
-    /// `(B, T)`, not whitened.
+    /// Advantages `(B, T)`, not whitened.
     pub advantages: Rows,
-    /// `(B, T)`: advantages plus values, the critic's target.
+    /// Returns `(B, T)`: advantages plus values, the critic's targets.
     pub returns: Rows,
 }
 
@@ -296,12 +296,12 @@ pub fn masked_whiten(values: &[Vec<f32>], response_mask: &[Vec<bool>]) -> Rows {
 /// Source: verl, default of `epsilon`.
 const EPSILON: f64 = 1e-6;
 
-/// Divisor of the deviations from the group's mean.
+/// Divisor of a reward's difference from the mean reward of its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupScale {
     /// The group's standard deviation (GRPO).
     Deviation,
-    /// 1 (Dr. GRPO).
+    /// No scaling: the divisor is 1 (Dr. GRPO).
     One,
 }
 
@@ -384,8 +384,8 @@ pub fn leave_one_out(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> 
     rewards.iter().zip(groups).map(advantage).collect()
 }
 
-/// 1 for the best response of each group, the first of equal ones, and 0 for the others. A group without spread has none; with an
-/// `anchor`, neither has one whose best reward is not above it.
+/// RAFT advantages: 1 for the best response of each group (the first of equal ones), 0 for the others. All are 0 in a group whose rewards
+/// are all equal, and, with an `anchor`, in a group whose best reward is not above the anchor.
 ///
 /// `rewards`, `groups` (which query): B. Returns B.
 ///
@@ -407,7 +407,7 @@ pub fn best_of_group(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> 
     groups.iter().enumerate().map(weight).collect()
 }
 
-/// Share of the groups of two and more whose rewards, and the `anchor`, are all equal.
+/// Share of the groups of at least two rewards (the `anchor` included) whose rewards are all equal.
 ///
 /// Source: TRL `GRPOTrainer`, `frac_reward_zero_std`.
 pub fn share_without_spread(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> f32 {
@@ -417,7 +417,7 @@ pub fn share_without_spread(rewards: &[f32], groups: &[usize], anchor: Option<f3
     n_equal as f32 / n.max(1) as f32
 }
 
-/// The groups of two and more whose rewards, and the `anchor`, are all equal: nothing is learned from them.
+/// Ids of the groups of at least two rewards (the `anchor` included) whose rewards are all equal: their advantages are 0.
 ///
 /// Source: Yu et al. 2025, "DAPO", section 3.2; verl `ReplayBuffer._dapo_filtered_keys`.
 pub fn groups_without_spread(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> BTreeSet<usize> {
@@ -425,7 +425,7 @@ pub fn groups_without_spread(rewards: &[f32], groups: &[usize], anchor: Option<f
     found.into_iter().filter(|(_, group)| group.n >= 2.0 && group.is_flat()).map(|(id, _)| id).collect()
 }
 
-/// Mean over the groups of two and more of their rewards' standard deviation; 0 without such a group.
+/// Mean standard deviation of the rewards of a group, over the groups of at least two rewards; 0 if there is no such group.
 ///
 /// Source: TRL `GRPOTrainer`, `reward_std`.
 pub fn mean_group_deviation(rewards: &[f32], groups: &[usize]) -> f64 {

@@ -15,7 +15,7 @@ use querl_model::{Decoder, LoraAdapter, Mesh, Recompute, save_tensors};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// A value head, on an adapter of its own or on the reference's hidden states.
+/// The critic: a value head on hidden states of the critic's own adapter or of the reference.
 pub(super) struct Critic {
     head: Linear, // (1, H) on an adapter, (1, 2H) on the reference
     base: Base,
@@ -23,18 +23,18 @@ pub(super) struct Critic {
     optimizer: AdamW,
 }
 
-/// Where the head's hidden states come from.
+/// Model that computes the value head's hidden states.
 enum Base {
-    /// An adapter of the critic's own.
+    /// The base with the critic's own adapter.
     Adapter(Box<LoraAdapter>),
-    /// The reference; the normalisers are fitted to the first batch.
+    /// The reference model; the input normalisers are fitted to the first batch and `None` before it.
     Reference(Option<Normalizers>),
 }
 
 struct Normalizers {
-    /// Of the state before the response's first token.
+    /// Normaliser of the hidden state that the response's first token is predicted from.
     first: InputNormalizer,
-    /// Of the state before the current token.
+    /// Normaliser of the hidden state that the current token is predicted from.
     current: InputNormalizer,
 }
 
@@ -42,7 +42,7 @@ const HEAD_WEIGHT: &str = "value_head.weight";
 const HEAD_BIAS: &str = "value_head.bias";
 
 impl Critic {
-    /// The head starts at zero: every value is 0, and the first advantages are the rewards themselves.
+    /// A critic before training. Its head is zero: every value is 0, and the first advantages are the rewards themselves.
     pub(super) fn new(task: &RlTask<'_>) -> Result<Self, TrainError> {
         let width = task.decoder.config().hidden_size;
         // A head on the reference is little work and stays on the CPU; one on an adapter is on that adapter's device.
@@ -94,8 +94,8 @@ impl Critic {
         Ok(Some(Tensor::cat(&[normalizers.first.apply(&first)?, normalizers.current.apply(hidden)?], 1)?))
     }
 
-    /// Values of all response tokens of some examples: `(N)`. `inputs`: their rows of [`Critic::inputs`], for a head on the
-    /// reference.
+    /// Values of all N response tokens of `examples`: `(N)`. `inputs`: the rows of [`Critic::inputs`] for these tokens; `None` for a head
+    /// on an adapter.
     pub(super) fn values(
         &self,
         decoder: &Decoder,

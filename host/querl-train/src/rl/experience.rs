@@ -18,40 +18,40 @@ use querl_model::LoraAdapter;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// A batch with everything that stays fixed during its updates.
+/// A batch of rollouts with the values that stay fixed during its updates.
 pub(super) struct Experience<'a> {
     pub(super) rollouts: &'a [Rollout],
-    /// Of the policy before its updates, at the sampling temperature, before top-k and top-p.
+    /// Log-probabilities of the policy before the updates of this batch, at the sampling temperature, before top-k and top-p.
     pub(super) old_logprobs: Rows,
     pub(super) ref_logprobs: Rows,
-    /// Per token, where responses were sampled from another distribution than that of `old_logprobs`.
+    /// Importance weight of each token; `None` if responses were sampled from the distribution of `old_logprobs`.
     pub(super) importance_weights: Option<Rows>,
     pub(super) token_rewards: Rows,
-    /// Row of each response's query.
+    /// Group id of each response: the row of its query.
     pub(super) groups: Vec<usize>,
-    /// `rl.anchor_baseline` in the scale of `token_rewards`.
+    /// Anchor reward of each group (`rl.anchor_baseline`), in the scale of `token_rewards`; `None` if off.
     pub(super) anchor: Option<f32>,
     pub(super) advantages: Rows,
-    /// In effect during this batch.
+    /// KL coefficient in effect for this batch.
     pub(super) kl_coef: f64,
     pub(super) critic: Option<ValueExperience>,
     pub(super) timings: BTreeMap<&'static str, f64>,
 }
 
-/// What the critic's updates start from.
+/// Values, returns and inputs of a batch for the critic's updates.
 pub(super) struct ValueExperience {
     pub(super) values: Rows,
     pub(super) returns: Rows,
-    /// Positions that the critic learns at.
+    /// Mask of the tokens that count in the value loss.
     pub(super) mask: Vec<Vec<bool>>,
-    /// `(T, 2H)` per response, for a head on the reference's hidden states.
+    /// Inputs of a value head on the reference's hidden states, `(T, 2H)` per response; `None` for a head on an adapter.
     pub(super) inputs: Option<Vec<Tensor>>,
 }
 
-/// From scores to rewards: KL coefficient and score normalisation, which adapt from batch to batch.
+/// KL coefficient and score normalisation, which turn scores into rewards and adapt from batch to batch.
 pub(super) struct RewardShaping {
     pub(super) kl: KlController,
-    /// Of all scores so far (`rl.normalize_rewards`).
+    /// Running moments of all scores so far (`rl.normalize_rewards`).
     pub(super) score_moments: RunningMoments,
 }
 

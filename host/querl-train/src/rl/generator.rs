@@ -1,4 +1,4 @@
-//! What generates the responses of rollouts: the engine of querl-model, or a server behind the port [`RolloutEngine`].
+//! Generation of rollout responses: by the engine of querl-model, or by a server behind the trait [`RolloutEngine`].
 
 use super::RlTask;
 use crate::TrainError;
@@ -12,7 +12,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Generates responses of one policy after another.
+/// Generator of the responses of rollouts, whose policy is updated between batches.
 pub(super) enum Generator<'a> {
     Local(Box<Engine<'a>>),
     Server(ServerGenerator<'a>),
@@ -26,7 +26,7 @@ impl<'a> Generator<'a> {
         })
     }
 
-    /// Sets the policy to the adapter's current values, unless it has this version already.
+    /// Sets the generating policy to the adapter's current weights, unless it already has this version.
     pub(super) fn set_policy(
         &mut self,
         task: &RlTask<'_>,
@@ -42,10 +42,10 @@ impl<'a> Generator<'a> {
     }
 }
 
-/// Responses of a server, and the policies that are handed over to it. The first rank calls it.
+/// Client of a rollout server: loads each policy into the server and generates responses with it. Only the first rank calls it.
 pub(super) struct ServerGenerator<'a> {
     engine: &'a dyn RolloutEngine,
-    /// Of the policy that the server has.
+    /// Version of the policy that the server has loaded; `None` before the first.
     version: Option<u64>,
 }
 
@@ -82,7 +82,7 @@ impl ServerGenerator<'_> {
         Ok(())
     }
 
-    /// Responses to all requests, in order; `None` after a stop, which discards those that have come.
+    /// Responses to all requests, in order; `None` after a stop, which discards the responses received so far.
     pub(super) fn generate(
         &self,
         task: &RlTask<'_>,

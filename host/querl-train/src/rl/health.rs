@@ -7,7 +7,7 @@ use crate::Metrics;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Watches the metrics of successive steps. A checkpoint keeps it, so that each warning is given once per run.
+/// Health check over the metrics of successive steps. Checkpoints save its state, so that each warning is given once per run.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Health {
@@ -17,12 +17,12 @@ pub struct Health {
     warned: Vec<String>,
 }
 
-/// What the evaluations of a run have shown so far.
+/// Steps of the last and of the best evaluation of a run so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ValidationProgress {
     /// Step of the last evaluation.
     pub evaluated_step: u64,
-    /// Step of the best one; 0 is the policy before training.
+    /// Step of the best evaluation; 0 is the policy before training.
     pub best_step: u64,
 }
 
@@ -43,7 +43,7 @@ const REWARD_CHANGE: f64 = 0.1;
 const QUALITY_FALL: f64 = 0.05;
 
 impl Health {
-    /// New warnings after a step; each kind is given once.
+    /// Warnings that are new after a step; each kind of warning is given once per run.
     pub fn check(&mut self, metrics: &Metrics, validation: ValidationProgress) -> Vec<String> {
         for (name, value) in curves(metrics) {
             self.curves.entry(name.to_owned()).or_default().extend(value.filter(|value| value.is_finite()));

@@ -10,7 +10,7 @@ use querl_core::config::{KlEstimator, ValueLossKind};
 use serde::{Deserialize, Serialize};
 use std::slice;
 
-/// `(B, T)`, where each row has its own T.
+/// A `(B, T)` array whose rows may differ in length: one row per response.
 pub type Rows = Vec<Vec<f32>>;
 
 /// Log-ratios are clamped to this before the exponential.
@@ -50,13 +50,13 @@ pub(super) fn n_kept(response_mask: &[Vec<bool>]) -> usize {
     response_mask.iter().flatten().filter(|keep| **keep).count()
 }
 
-/// Mean over the mask; 0 for an empty mask.
+/// Mean of the values where the mask is true; 0 if it is true nowhere.
 pub fn masked_mean(values: &[Vec<f32>], response_mask: &[Vec<bool>]) -> f32 {
     let n = n_kept(response_mask).max(1);
     (kept(values, response_mask).map(f64::from).sum::<f64>() / n as f64) as f32
 }
 
-/// How token losses are averaged.
+/// Loss aggregation: how the losses of tokens are averaged.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Aggregation {
     /// Mean over tokens: long responses weigh more.
@@ -65,22 +65,22 @@ pub enum Aggregation {
     SequenceMean,
     /// Sum over tokens of a response, divided by a constant; mean over responses.
     SequenceSum {
-        /// Dr. GRPO: the longest possible response, so that a token's weight does not depend on its response's length.
+        /// The constant divisor: in Dr. GRPO the maximum response length, so that a token's weight does not depend on the response.
         scale: f32,
     },
 }
 
-/// Size of an optimizer step over all micro-batches and ranks.
+/// Number of tokens and responses of an optimizer step, over all micro-batches and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSize {
-    /// Tokens where the response mask is true.
+    /// Number of tokens where the response mask is true.
     pub n_tokens: usize,
-    /// Responses with at least one such token.
+    /// Number of responses with at least one token where the response mask is true.
     pub n_responses: usize,
 }
 
 impl StepSize {
-    /// The size of a step with these tokens.
+    /// The size of a step with the tokens of `response_mask`.
     pub fn of(response_mask: &[Vec<bool>]) -> Self {
         let n_responses = response_mask.iter().filter(|row| row.contains(&true)).count();
         Self { n_tokens: n_kept(response_mask), n_responses }
@@ -116,29 +116,29 @@ pub fn weighted_sum(values: &[Vec<f32>], weights: &[Vec<f32>]) -> f32 {
         as f32
 }
 
-/// Clipping of the probability ratio.
+/// Bounds for clipping the probability ratio.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PolicyClip {
-    /// Ratios are clipped to `1 - clip_range ..= 1 + clip_range_high`.
+    /// Lower clip range: ratios are clipped to `1 - clip_range ..= 1 + clip_range_high`.
     pub clip_range: f32,
-    /// Above `clip_range`, tokens of low probability may rise further (clip-higher).
+    /// Upper clip range; above `clip_range` it lets tokens of low probability rise further (clip-higher of DAPO).
     pub clip_range_high: f32,
-    /// Above 1: bounds the loss of tokens with negative advantage at this multiple of it.
+    /// Dual clip, above 1: bounds the loss of a token with negative advantage A at `-dual_clip * A`; `None`: off.
     pub dual_clip: Option<f32>,
 }
 
-/// The loss, its gradient, and metrics. Counts and sums are over ratios: tokens, or responses in the sequence form.
+/// Policy loss, its gradient, and metrics. Counts and sums are over ratios: one per token, or one per response in the sequence form.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PolicyLoss {
     /// Weighted sum of the tokens' losses.
     pub pg_loss: f32,
-    /// Ratios that were clipped.
+    /// Number of ratios that were clipped.
     pub n_clipped: usize,
-    /// Ratios whose loss the dual clip bounded.
+    /// Number of ratios whose loss the dual clip bounded.
     pub n_clipped_lower: usize,
     /// Sum of `old_logprobs - logprobs`, the k1 estimate of KL from the rollout policy; may be negative.
     pub kl_sum: f64,
-    /// Sum of `ratio - 1 - log(ratio)`, the k3 estimate; never negative.
+    /// Sum of `ratio - 1 - log(ratio)`, the k3 estimate of KL from the rollout policy; never negative.
     ///
     /// Source: Schulman 2020, "Approximating KL divergence".
     pub kl_k3_sum: f64,
@@ -170,8 +170,8 @@ pub fn policy_loss(
     sum_token_losses(weights, token)
 }
 
-/// [`policy_loss`] with one ratio per response, the geometric mean of its tokens' ratios, whose gradient each token gets as if the ratio
-/// were its own.
+/// GSPO loss: [`policy_loss`] with one ratio per response, the geometric mean of its tokens' ratios; each token gets the gradient as if
+/// this ratio were its own.
 ///
 /// `old_logprobs`, `logprobs`, `advantages`, `response_mask`, `weights`: `(B, T)`. `n_clipped` counts the tokens of clipped responses; KL
 /// is that of tokens. The dual clip is not part of it.
@@ -203,8 +203,8 @@ pub fn gspo_loss(
     sum_token_losses(weights, token)
 }
 
-/// The log-likelihood, weighted by advantage and clipped ratio: `-A sg(clip(r, 1 - clip_range, 1 + clip_range_high)) log p`. The weight
-/// carries no gradient, so that a clipped token is learned too.
+/// CISPO loss, the log-likelihood weighted by advantage and clipped ratio: `-A sg(clip(r, 1 - clip_range, 1 + clip_range_high)) log p`.
+/// The weight carries no gradient (`sg`: stop-gradient), so clipped tokens are trained too.
 ///
 /// Shapes as in [`policy_loss`]; the dual clip is not part of it.
 ///
@@ -230,7 +230,7 @@ pub fn cispo_loss(
     sum_token_losses(weights, token)
 }
 
-/// The log-likelihood, weighted by the advantage: `-A log p`. With advantages of 1 it is the cross-entropy.
+/// Loss of GPG and RAFT, the log-likelihood weighted by the advantage: `-A log p`. With advantages of 1 it is the cross-entropy.
 ///
 /// Shapes as in [`policy_loss`]; `old_logprobs` are for KL alone.
 ///
@@ -272,7 +272,7 @@ fn sum_token_losses(weights: &[Vec<f32>], token: impl Fn(usize, usize) -> TokenL
     PolicyLoss { pg_loss: loss as f32, n_clipped, n_clipped_lower, kl_sum, kl_k3_sum, grad_logprobs }
 }
 
-/// [`policy_loss`] with one ratio per response, `exp(sum over its tokens of logprob - old_logprob)`, and one advantage.
+/// [`policy_loss`] with one ratio per response, `exp(sum over its tokens of logprob - old_logprob)`, and one advantage per response.
 ///
 /// `advantages`, `weights`: B. Each token where `response_mask` is true gets the gradient of its response's ratio.
 pub fn sequence_policy_loss(
@@ -299,7 +299,7 @@ pub fn sequence_policy_loss(
 /// The loss of one ratio.
 struct TokenLoss {
     loss: f32,
-    /// Of `loss`, with respect to the log-probability.
+    /// Derivative of `loss` with respect to the log-probability.
     gradient: f32,
     /// `logprob - old_logprob` of the token, from which KL is estimated; in [`gspo_loss`] not that of the ratio.
     log_ratio: f32,
@@ -308,7 +308,7 @@ struct TokenLoss {
 }
 
 impl TokenLoss {
-    /// Of the clipped surrogate with this log-ratio, which is bounded to `-MAX_LOG_RATIO ..= max_log_ratio`.
+    /// Loss of the clipped surrogate with this log-ratio, which is clamped to `-MAX_LOG_RATIO ..= max_log_ratio`.
     fn clipped(unbounded: f32, max_log_ratio: f32, advantage: f32, clip: PolicyClip) -> Self {
         let log_ratio = unbounded.clamp(-MAX_LOG_RATIO, max_log_ratio);
         let ratio = log_ratio.exp();
@@ -326,27 +326,27 @@ impl TokenLoss {
         }
     }
 
-    /// Of the log-likelihood with this weight.
+    /// Loss of the log-likelihood with this weight.
     fn likelihood(log_ratio: f32, logprob: f32, weight: f32) -> Self {
         Self { loss: -weight * logprob, gradient: -weight, log_ratio, is_clipped: false, is_clipped_lower: false }
     }
 }
 
-/// Kind of loss and clipping.
+/// Kind and clipping of the value loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ValueLossSettings {
-    /// Half the squared error, or Huber with delta 1.
+    /// Loss function of the error: half the squared error, or Huber with delta 1.
     pub kind: ValueLossKind,
-    /// Values are clipped to this distance from the old ones; `None`: no clipping.
+    /// Maximum distance of a clipped value from the value before the updates; `None`: no clipping.
     pub clip_range_value: Option<f32>,
 }
 
-/// The loss, its gradient, and metrics.
+/// Value loss, its gradient, and metrics.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ValueLoss {
     /// Weighted sum over tokens of the larger of plain and clipped loss.
     pub vf_loss: f32,
-    /// Tokens where the clipped loss was larger.
+    /// Number of tokens where the clipped loss was larger.
     pub n_clipped: usize,
     /// `(B, T)`: derivative of `vf_loss` with respect to each value.
     pub grad_values: Rows,
@@ -362,7 +362,7 @@ fn error_loss(kind: ValueLossKind, error: f32) -> (f32, f32) {
     }
 }
 
-/// The clipped loss of `values` against `returns`.
+/// Clipped value loss of `values` against `returns`.
 ///
 /// `old_values`, `values`, `returns`, `weights`: `(B, T)`; tokens of weight 0 are skipped.
 ///
@@ -393,16 +393,17 @@ pub fn value_loss(
     ValueLoss { vf_loss: loss as f32, n_clipped, grad_values }
 }
 
-/// Whether [`importance_weights`] are of tokens or of responses.
+/// Level of [`importance_weights`]: a weight per token or per response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ImportanceLevel {
-    /// Each token: biased, small variance.
+    /// A weight per token: biased, small variance.
     Token,
-    /// Each response, the product of its tokens' ratios: unbiased, large variance.
+    /// A weight per response, the product of its tokens' ratios: unbiased, large variance.
     Sequence,
 }
 
-/// `min(cap, p / q)` where `p` is the policy's probability and `q` that of the distribution that tokens were sampled from.
+/// Truncated importance weights: `min(cap, p / q)`, where `p` is a token's probability under the policy and `q` under the distribution
+/// that it was sampled from.
 ///
 /// `logprobs`, `behaviour_logprobs`: `(B, T)`. Returns `(B, T)`, 0 where `response_mask` is false. The weights multiply the
 /// policy's loss and carry no gradient.
@@ -430,7 +431,7 @@ pub fn importance_weights(
     logprobs.iter().zip(behaviour_logprobs).zip(response_mask).map(row).collect()
 }
 
-/// Effective sample size as a share of the tokens: 1 where all weights are equal.
+/// Effective sample size of importance weights as a share of the tokens: 1 if all weights are equal.
 ///
 /// Source: Kish 1965, "Survey Sampling"; verl `compute_is_metrics`, `rollout_is_eff_sample_size`.
 pub fn effective_sample_share(weights: &[Vec<f32>], response_mask: &[Vec<bool>]) -> f32 {
@@ -439,21 +440,21 @@ pub fn effective_sample_share(weights: &[Vec<f32>], response_mask: &[Vec<bool>])
     if mean_square > 0.0 { mean * mean / mean_square } else { 0.0 }
 }
 
-/// `log p - log q`: unbiased, may be negative.
+/// k1 estimate of a token's KL, `log p - log q` with policy p and reference q: unbiased, may be negative.
 ///
 /// Source: Schulman 2020, "Approximating KL divergence"; verl `kl_penalty`, `kl`.
 pub fn kl_k1(logprob: f32, ref_logprob: f32) -> f32 {
     logprob - ref_logprob
 }
 
-/// Half the squared log-ratio: biased, never negative; its gradient is that of KL.
+/// k2 estimate of a token's KL, half the squared log-ratio: biased, never negative; its mean gradient is that of KL.
 ///
 /// Source: as [`kl_k1`]; verl `kl_penalty`, `mse`.
 pub fn kl_k2(logprob: f32, ref_logprob: f32) -> f32 {
     0.5 * (logprob - ref_logprob).powi(2)
 }
 
-/// `q/p - 1 - log(q/p)`: unbiased and never negative.
+/// k3 estimate of a token's KL, `q/p - 1 - log(q/p)` with policy p and reference q: unbiased and never negative.
 ///
 /// The log-ratio is clamped to ±20 and the result to ±10.
 ///
@@ -466,7 +467,7 @@ pub fn kl_k3(logprob: f32, ref_logprob: f32) -> f32 {
 /// Upper bound of one token's k3, in nats.
 pub(super) const MAX_K3: f32 = 10.0;
 
-/// The estimate of one token's KL.
+/// Estimate of one token's KL by `estimator`, in nats.
 pub fn kl(estimator: KlEstimator, logprob: f32, ref_logprob: f32) -> f32 {
     match estimator {
         KlEstimator::K1 => kl_k1(logprob, ref_logprob),
@@ -498,16 +499,16 @@ pub fn kl_rows(estimator: KlEstimator, logprobs: &[Vec<f32>], ref_logprobs: &[Ve
     logprobs.iter().zip(ref_logprobs).map(row).collect()
 }
 
-/// KL as a term of the loss.
+/// KL from the reference as a term of the loss.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KlLoss {
-    /// Weighted sum of the estimates.
+    /// Weighted sum of the tokens' KL estimates.
     pub kl_loss: f32,
     /// `(B, T)`: derivative of `kl_loss` with respect to each log-probability.
     pub grad_logprobs: Rows,
 }
 
-/// The weighted sum of the estimates and its gradient, without the coefficient.
+/// Weighted sum of the tokens' KL estimates and its gradient, not multiplied by `kl_coef`.
 ///
 /// `logprobs`, `ref_logprobs`, `weights`: `(B, T)`; see [`Aggregation::weights`].
 ///
@@ -545,7 +546,7 @@ pub struct KlController {
 }
 
 impl KlController {
-    /// Starts at `kl_coef`. With a `kl_target` above 0 the coefficient adapts over about `kl_horizon` episodes.
+    /// A controller that starts at `kl_coef`. With a `kl_target` above 0 the coefficient adapts over about `kl_horizon` episodes.
     pub fn new(kl_coef: f64, kl_target: f64, kl_horizon: usize) -> Self {
         Self { kl_coef, kl_target, kl_horizon: kl_horizon.max(1) as f64 }
     }
@@ -555,9 +556,9 @@ impl KlController {
         self.kl_coef
     }
 
-    /// Adapts the coefficient to `current_kl`, the mean of `n_episodes`, in the unit of the target.
+    /// Adapts the coefficient to `current_kl`, the mean KL of `n_episodes` episodes, in the unit of `kl_target`.
     ///
-    /// The unit is nats per response, summed over its tokens, as in the source and in TRL; verl's trainer averages over tokens.
+    /// The unit is nats per response, summed over its tokens, as in the paper and in TRL; verl's trainer averages over tokens.
     /// Departure: a lower bound of the factor, since the sources' factor is 0 or negative where a batch has more episodes than five
     /// horizons.
     ///

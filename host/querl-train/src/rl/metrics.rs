@@ -84,9 +84,9 @@ pub(super) struct UpdateMetrics {
     pub(super) actor_s: f64,
     pub(super) critic_s: f64,
     pub(super) actor_lr: f64,
-    /// Where there is a critic.
+    /// Learning rate of the critic; `None` without a critic.
     pub(super) critic_lr: Option<f64>,
-    /// Positions in the batch of the responses of the first optimizer step.
+    /// Positions, within the batch, of the responses of the first optimizer step.
     pub(super) first_mini_batch: Vec<usize>,
 }
 
@@ -94,7 +94,7 @@ pub(super) struct UpdateMetrics {
 pub(super) struct StepSums {
     n_steps: usize,
     sums: Metrics,
-    /// Of the first step.
+    /// Metrics of the first optimizer step.
     pub(super) first: Metrics,
 }
 
@@ -348,13 +348,13 @@ fn correlation(pairs: &[(f64, f64)]) -> Option<f64> {
     (!is_constant(xx, mean_x) && !is_constant(yy, mean_y)).then(|| (xy / (xx * yy).sqrt()).clamp(-1.0, 1.0))
 }
 
-/// Metric of every evaluation on the validation split; its components are `val/reward/COMPONENT`.
+/// Name of the mean validation reward, recorded at every evaluation; its components are named `val/reward/COMPONENT`.
 pub const EVALUATION_REWARD: &str = "val/reward";
 
-/// Metrics of the evaluations of a run with retrieval, in addition to [`EVALUATION_REWARD`].
+/// Names of the evaluation metrics that a run with retrieval records in addition to [`EVALUATION_REWARD`].
 pub const EVALUATION_RETRIEVAL: [&str; 4] = ["val/win_rate", "val/avg_top1", "val/avg_top1_teacher", "val/avg_quality"];
 
-/// [`episode_metrics`] of an evaluation as `val/reward`, `val/win_rate` and so on.
+/// Renames the [`episode_metrics`] of an evaluation to `val/reward`, `val/win_rate` and so on, and adds its timings.
 pub(super) fn evaluation_metrics(episodes: &Metrics, timings: &Timings) -> Metrics {
     let name = |name: &String| format!("val/{}", if name == "avg_reward" { "reward" } else { name });
     let mut metrics: Metrics = episodes.iter().map(|(key, value)| (name(key), *value)).collect();
@@ -362,17 +362,18 @@ pub(super) fn evaluation_metrics(episodes: &Metrics, timings: &Timings) -> Metri
     metrics
 }
 
-/// Differences of log-probabilities between rollout and training pass, per token.
+/// Metrics of the check of rollouts: mean and maximum difference of a token's log-probability between rollout and training pass.
 pub(super) fn rollout_check_metrics(mean: f64, max: f64) -> Metrics {
     Metrics::from([("rollout_probs_diff".into(), mean), ("rollout_probs_diff_max".into(), max)])
 }
 
-/// KL of a rollout server's distribution to that of the training pass, in nats per token.
+/// Metrics of the KL from a rollout server's distribution to that of the training pass, in nats per token.
 pub(super) fn mismatch_metrics(k1: f64, k3: f64) -> Metrics {
     Metrics::from([("rollout_corr/kl".into(), k1), ("rollout_corr/k3_kl".into(), k3)])
 }
 
-/// Time, throughput and memory of a step. `n_tokens`: of prompts and responses; `save_s`: of a checkpoint since the step before.
+/// Time, throughput and memory of a step. `n_tokens`: tokens of prompts and responses; `save_s`: seconds of a checkpoint written since the
+/// step before.
 pub(super) fn step_metrics(seconds: f64, n_tokens: usize, save_s: Option<f64>) -> Metrics {
     let mut metrics = memory_metrics();
     metrics.extend(save_s.map(|save_s| ("timing_s/save_checkpoint".to_owned(), save_s)));

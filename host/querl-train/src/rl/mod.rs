@@ -54,18 +54,18 @@ use std::sync::atomic::AtomicBool;
 
 /// Prompts of one split and the environment that scores responses to them.
 pub struct RlData<'a> {
-    /// Prompt tokens, by row.
+    /// Token ids of the prompts, one list per row.
     pub prompts: &'a [Vec<u32>],
-    /// Opened with the same rows in the same order.
+    /// Environment opened with the same rows in the same order.
     pub environment: &'a dyn Environment,
 }
 
-/// Responses that another process generates.
+/// Rollouts whose responses a server generates.
 #[derive(Clone, Copy)]
 pub struct ServerRollouts<'a> {
-    /// Generates them. The first rank calls it.
+    /// Client of the rollout server; only the first rank calls it.
     pub engine: &'a dyn RolloutEngine,
-    /// Maximum KL (k3, nats per token) of its log-probabilities to those of the training pass.
+    /// Maximum KL (k3, nats per token) of the server's log-probabilities to those of the training pass; the run fails above it.
     pub max_mismatch_kl: f64,
 }
 
@@ -73,27 +73,27 @@ pub struct ServerRollouts<'a> {
 pub struct RlTask<'a> {
     /// The frozen base.
     pub decoder: &'a Decoder,
-    /// The base's directory, named in the checkpoints.
+    /// Folder of the base, whose name is stored in adapter checkpoints.
     pub base_path: &'a Path,
-    /// Trained; starts as the SFT adapter.
+    /// The adapter that is trained; it starts as the SFT adapter.
     pub policy: &'a LoraAdapter,
-    /// What KL is measured against; `None` is the bare base.
+    /// Reference of the KL; `None`: the base without adapter.
     pub reference: Option<&'a LoraAdapter>,
-    /// Decodes responses; has the end-of-sequence tokens.
+    /// Tokenizer that decodes responses and defines the end-of-sequence tokens.
     pub tokenizer: &'a TextTokenizer,
     /// The training split.
     pub train: RlData<'a>,
     /// The validation split, which decides which checkpoint is best.
     pub val: RlData<'a>,
-    /// `None`: the decoder generates the responses.
+    /// The rollout server; `None`: the decoder of this process generates the responses.
     pub rollouts: Option<ServerRollouts<'a>>,
     /// Hyperparameters.
     pub config: &'a RlConfig,
     /// Most tokens of one forward pass; a longer example has a pass of its own.
     pub tokens_per_pass: usize,
-    /// Layers save their inputs only and compute activations again in the backward pass.
+    /// Gradient checkpointing: layers save only their inputs and compute activations again in the backward pass.
     pub gradient_checkpointing: bool,
-    /// Shape of the critic's adapter, where it has one.
+    /// LoRA settings of the critic's adapter, if the critic has one.
     pub critic_lora: LoraSettings,
     /// Seeds the order of the data, the sampling and the critic.
     pub seed: u64,
@@ -103,15 +103,15 @@ pub struct RlTask<'a> {
     /// Digest of everything that the result depends on: a run resumes from its newest checkpoint if that has the same
     /// fingerprint. `None`: no checkpoints to resume from are written.
     pub fingerprint: Option<&'a str>,
-    /// Where `best`, `last` and `state` are written.
+    /// Folder in which `best`, `last` and `state` are written.
     pub output_dir: &'a Path,
     /// Where progress is shown.
     pub progress: &'a dyn Progress,
-    /// Training stops with its state saved, as after the stop flag, before the first step after this one: another call with a later one, or
-    /// none, resumes.
+    /// Step after which training saves its state and stops, as if the stop flag were set; a call with a later step, or `None`, resumes.
+    /// `None`: training takes all steps.
     pub stop_after: Option<u64>,
-    /// Set to stop. Read before each decode step, after rollouts, and before each pass over a batch where the step can be discarded; elsewhere
-    /// it is completed first.
+    /// Stop flag. Read before each decode step, after rollouts, and, if the step can be discarded, before each pass over a batch; otherwise
+    /// the step is completed first.
     pub stop: &'a AtomicBool,
 }
 
@@ -136,10 +136,10 @@ impl RlTask<'_> {
     }
 }
 
-/// Result of a run.
+/// Summary of a reinforcement-learning run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RlSummary {
-    /// Steps taken.
+    /// Number of steps taken.
     pub n_steps: u64,
     /// Step of the best checkpoint; 0 is the SFT policy itself.
     pub best_step: u64,
@@ -147,13 +147,13 @@ pub struct RlSummary {
     pub first_val_reward: f64,
     /// Validation reward of the best checkpoint.
     pub best_val_reward: f64,
-    /// Episodes rolled out.
+    /// Number of episodes, with and without a score.
     pub n_episodes: u64,
-    /// Episodes without a score, by code: a call failed or was late, or a plugin rejected them.
+    /// Number of episodes without a score, by rejection code: a call failed or exceeded its deadline, or a plugin rejected the episode.
     pub dropped: BTreeMap<String, u64>,
 }
 
-/// Sampling settings of rollouts; greedy decoding uses the same limits.
+/// Sampling settings of rollouts; greedy decoding uses their token limit and stop strings.
 pub fn sampling(config: &RlConfig) -> SamplingSettings {
     SamplingSettings {
         temperature: config.temperature,
@@ -167,8 +167,8 @@ pub fn sampling(config: &RlConfig) -> SamplingSettings {
     }
 }
 
-/// Most responses that one of `n_copies` of the model generates at once on a GPU: its share of one part of a batch
-/// (`rl.pipeline_parts`). An evaluation with more rows queues them.
+/// KV cache size on a GPU for one of `n_copies` of the model (data parallel): enough for that copy's share of one part of a batch
+/// (`rl.pipeline_parts`) at once. An evaluation with more rows queues them.
 pub fn kv_cache_room(config: &RlConfig, longest_prompt: usize, n_copies: usize) -> CacheRoom {
     let part_size = config.batch_size.div_ceil(config.pipeline_parts.max(1));
     let n_queries = part_size.div_ceil(n_copies.max(1)).max(1);

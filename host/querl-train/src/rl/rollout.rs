@@ -12,15 +12,15 @@ use querl_model::Generated;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// A row to respond to, and the number of its first sample.
+/// A dataset row to sample responses for, and the index of the row's first sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Query {
     pub(super) row: usize,
     pub(super) first_sample: usize,
 }
 
-/// The queries for some rows. A row that comes twice (where an epoch ends within the batch), or was among the `earlier` queries of the
-/// batch, gets further samples.
+/// The queries for `rows`, with `n_samples` samples each. A row that occurs twice (where an epoch ends within the batch), or is among the
+/// `earlier` queries of the batch, gets samples with further indices.
 pub(super) fn queries<'a>(rows: &[usize], n_samples: usize, earlier: impl Iterator<Item = &'a Query>) -> Vec<Query> {
     let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
     for Query { row, first_sample } in earlier {
@@ -54,10 +54,10 @@ impl ScoredResponse {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Timings {
     pub(super) generate_s: f64,
-    /// In the environment; `calls` has its parts.
+    /// Time spent in the environment; `calls` has its parts.
     pub(super) score_s: f64,
     pub(super) calls: CallTimings,
-    /// From the start of generation to the last score: less than the sum, since both overlap.
+    /// Time from the start of generation to the last score: less than the sum of both, since generation and scoring overlap.
     pub(super) rollout_s: f64,
 }
 
@@ -70,10 +70,10 @@ impl Timings {
     }
 }
 
-/// Queries whose samples all had one score, and which others of the same batch replaced (`rl.dynamic_sampling`).
+/// Queries of a batch that other queries replaced because all of their samples had the same score (`rl.dynamic_sampling`).
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct ResampledQueries {
-    /// Times that queries were replaced.
+    /// Number of rounds in which queries were replaced.
     pub(super) n_rounds: usize,
     pub(super) queries: Vec<Query>,
     n_episodes: usize,
@@ -84,20 +84,20 @@ pub(super) struct ResampledQueries {
 /// A batch of rollouts in progress; a checkpoint keeps it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct PartialBatch {
-    /// The step its episodes are recorded under.
+    /// Step number under which the episodes of this batch are recorded.
     pub(super) step: u64,
-    /// Steps of updates of the policy that generates it.
+    /// Version of the policy that generates this batch: the number of steps whose updates it has.
     pub(super) version: u64,
     pub(super) queries: Vec<Query>,
-    /// In the order of the queries, `n_samples` for each.
+    /// Scored responses in the order of the queries, `n_samples` for each query.
     #[serde(rename = "answers")]
     pub(super) responses: Vec<ScoredResponse>,
-    /// Unscored responses to the queries that follow, as far as they are generated.
+    /// Generated but unscored responses to the queries after those of `responses`; the last may be unfinished.
     #[serde(default)]
     pub(super) generated: Vec<Vec<Generated>>,
     #[serde(default)]
     pub(super) resampled: ResampledQueries,
-    /// Metrics of [`check_rollout`](super::rollout_check::check_rollout), where it ran while the policy was available.
+    /// Metrics of [`check_rollout`](super::rollout_check::check_rollout) if it ran in the train loop (`rl.off_by_one`); otherwise empty.
     pub(super) check: Metrics,
     pub(super) timings: Timings,
     #[serde(default)]
@@ -135,10 +135,10 @@ impl PartialBatch {
         dropped
     }
 
-    /// Checks all episodes so far against `rl.max_drop_rate`.
+    /// Checks the share of episodes without a score, over all episodes so far, against `rl.max_drop_rate`.
     ///
     /// # Errors
-    /// More are without a score: [`TrainError::DropRate`].
+    /// [`TrainError::DropRate`] if the share is above the limit.
     pub(super) fn check_drops(&self, task: &RlTask<'_>) -> Result<(), TrainError> {
         let (n_episodes, reasons) = (self.n_episodes(), self.dropped());
         let n_dropped = reasons.values().sum::<u64>() as usize;
@@ -150,8 +150,8 @@ impl PartialBatch {
         Err(TrainError::DropRate { step: self.step, n_dropped, n_episodes, max_drop_rate, reason })
     }
 
-    /// With `rl.dynamic_sampling`, replaces the queries of a complete batch whose samples all have one score by the next ones in `order`,
-    /// at most `rl.max_resampled_batches` times. Returns whether responses are missing now.
+    /// With `rl.dynamic_sampling`, replaces those queries of a complete batch whose samples all have the same score by the next queries in
+    /// `order`, at most `rl.max_resampled_batches` times. Returns whether the batch now lacks responses.
     ///
     /// A checkpoint has either a batch before this call or one after it: the queries that follow depend on scores and `order` alone.
     ///
@@ -193,19 +193,19 @@ impl PartialBatch {
 
 pub(super) struct Rollout {
     pub(super) example: Example,
-    /// Of the response's tokens at the sampling temperature, as the engine computed them, before top-k and top-p.
+    /// Log-probabilities of the response's tokens as the engine computed them, at the sampling temperature, before top-k and top-p.
     pub(super) logprobs: Vec<f32>,
-    /// Of the filtered distribution that they were sampled from.
+    /// Log-probabilities of the response's tokens under the distribution that they were sampled from, after top-k and top-p.
     pub(super) behaviour_logprobs: Vec<f32>,
     pub(super) truncated: bool,
-    /// Row of the query; samples of one row form a group.
+    /// Group id: the row of the query, whose samples form a group.
     pub(super) group: usize,
     pub(super) score: f32,
     pub(super) record: EpisodeRecord,
 }
 
 impl Rollout {
-    /// The environment's score, less the penalties of truncated and of overlong responses.
+    /// The environment's score, less the penalties for truncated and for overlong responses.
     ///
     /// Source: TRL's `missing_eos_penalty`; [`overlong_penalty`].
     pub(super) fn penalised_score(&self, config: &RlConfig) -> f32 {
@@ -222,9 +222,9 @@ impl Rollout {
 pub(super) struct RolloutBatch {
     pub(super) rollouts: Vec<Rollout>,
     pub(super) n_queries: usize,
-    /// Where `rl.dynamic_sampling` is on.
+    /// Queries that were replaced by dynamic sampling; `None` if `rl.dynamic_sampling` is off.
     pub(super) resampled: Option<ResampledQueries>,
-    /// Also of replaced queries, as are the dropped ones.
+    /// Number of episodes, including those of replaced queries and those without a score.
     pub(super) n_episodes: usize,
     /// Episodes without a score, by code.
     pub(super) dropped: BTreeMap<String, u64>,
@@ -234,7 +234,7 @@ pub(super) struct RolloutBatch {
 }
 
 impl RolloutBatch {
-    /// From a complete `partial`.
+    /// The batch of a complete `partial`, without the responses that have no score.
     pub(super) fn new(task: &RlTask<'_>, partial: PartialBatch) -> Result<Self, TrainError> {
         partial.check_drops(task)?;
         let (n_episodes, dropped) = (partial.n_episodes(), partial.dropped());
@@ -250,7 +250,7 @@ impl RolloutBatch {
     }
 }
 
-/// The responses that have a score, in order.
+/// The rollouts of `partial` that have a score, in order.
 pub(super) fn learnable(task: &RlTask<'_>, partial: &PartialBatch) -> Vec<Rollout> {
     let rows = partial.queries.iter().flat_map(|query| std::iter::repeat_n(query.row, task.config.n_samples));
     let rollout = |(row, response): (usize, &ScoredResponse)| {

@@ -1,4 +1,5 @@
-//! Checks that rollout and training compute the same log-probabilities, and how far those of a server are from them.
+//! Checks that rollout and training compute the same log-probabilities, and measures the KL of a rollout server's log-probabilities to
+//! those of the training pass.
 
 use super::RlTask;
 use super::losses::{MAX_K3, Rows};
@@ -37,8 +38,8 @@ const MAX_LIMIT: f64 = 1e-2;
 /// Separates this random stream from the others of a step.
 const CHECK_STREAM: u64 = 0x524f_4c4c_4f55_5421;
 
-/// Computes a seeded sample of a batch again with the training pass and the adapter that generated the batch. Returns the mean
-/// difference as `rollout_probs_diff` and the largest as `rollout_probs_diff_max`; nothing for no rollouts.
+/// Recomputes the log-probabilities of a seeded sample of a batch with the training pass and the adapter that generated the batch. Returns
+/// the mean difference as `rollout_probs_diff` and the largest as `rollout_probs_diff_max`; no metrics for an empty batch.
 ///
 /// Source: verl `calculate_debug_metrics` (there, of probabilities).
 pub(super) fn check_rollout(
@@ -78,7 +79,8 @@ pub(super) fn check_rollout(
     }
 }
 
-/// Computes a batch of a server again with the training pass and the adapter that generated it, and compares: see [`check_mismatch`].
+/// Recomputes the log-probabilities of a rollout server's batch with the training pass and the adapter that generated the batch, and
+/// compares both with [`check_mismatch`].
 pub(super) fn check_server_rollout(
     task: &RlTask<'_>,
     adapter: &LoraAdapter,
@@ -90,9 +92,10 @@ pub(super) fn check_server_rollout(
     check_mismatch(&training_logprobs(task, adapter, &examples, step)?, rollouts, max_mismatch_kl, step)
 }
 
-/// The KL of the server's distribution to that of the training pass, per token, estimated from the sampled tokens. A batch whose k3 is
-/// above `max_mismatch_kl` is an error: another model, adapter or temperature, or log-probabilities of another distribution. There a token
-/// counts at most [`MAX_K3`], in the metric all of it. Filters (`rl.top_p`, `rl.top_k`) add what they cut off.
+/// KL per token of the server's distribution to that of the training pass, estimated from the sampled tokens. A batch whose k3 is above
+/// `max_mismatch_kl` is an error: the server has another model, adapter or temperature, or reports log-probabilities of another
+/// distribution. For this limit, not for the metric, the k3 of a token is capped at [`MAX_K3`]. Filters (`rl.top_p`, `rl.top_k`) increase
+/// the KL by the probability that they cut off.
 ///
 /// `logprobs`: of the training pass, `(B, T)`.
 ///

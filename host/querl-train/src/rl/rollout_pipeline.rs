@@ -22,23 +22,23 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Instant;
 
-/// Which responses are generated, and how.
+/// Request to generate and score the responses of a batch: policy, sampling settings and stop conditions.
 pub(super) struct RolloutRequest<'a> {
     pub(super) data: &'a RlData<'a>,
     pub(super) policy: &'a LoraAdapter,
     pub(super) decoding: Decoding,
     pub(super) n_samples: usize,
-    /// Each rank generates for some of the queries. The first alone calls the environment.
+    /// The ranks: each generates the responses to some of the queries, and only the first calls the environment.
     pub(super) mesh: &'a Mesh,
-    /// Set to stop before the next decode step, as does the task's own flag.
+    /// Stop flag in addition to the task's; either of them stops generation before the next decode step.
     pub(super) cancel: &'a AtomicBool,
-    /// Stops when a checkpoint is due, to write it and to continue; `None` where none can be written.
+    /// Timer that interrupts generation when a checkpoint is due, which is then written; `None` where no checkpoint can be written.
     pub(super) timer: Option<&'a SaveTimer>,
 }
 
-/// Generates and scores what is missing of `partial`, until it is stopped: `partial` then has unfinished responses too, which the next
-/// call continues. On a GPU, where another batch size changes the last bits, and on a server the part whose generation was stopped is
-/// generated again.
+/// Generates and scores the missing responses of `partial` until all are complete or generation is stopped; `partial` then also keeps
+/// unfinished responses, which the next call continues. On a GPU, where another batch size changes the last bits of results, and with a
+/// rollout server, the next call generates the interrupted part again from its start.
 pub(super) fn complete(
     task: &RlTask<'_>,
     generator: &mut Generator<'_>,

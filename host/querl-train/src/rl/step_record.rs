@@ -1,8 +1,8 @@
-//! The record of a step (`rl.record = "full"`): what its update was computed from, by token. `tests/reference/recompute_step.py` computes
-//! it again.
+//! The record of a step (`rl.record = "full"`): the values per token from which its update was computed. The script
+//! `tests/reference/recompute_step.py` recomputes the update from it.
 //!
-//! Each step has a file of its own, `steps/step-NNNNNN.safetensors`, which is written atomically before a checkpoint has the step: one that
-//! is taken again after a kill replaces its file, and resuming removes the files of later steps than its checkpoint.
+//! Each step has a file of its own, `steps/step-NNNNNN.safetensors`, which is written atomically before the checkpoint of the step. A step
+//! that is repeated after a kill replaces its file, and resuming removes the files of steps later than the checkpoint.
 
 use super::RlTask;
 use super::experience::{Experience, RewardShaping};
@@ -17,7 +17,7 @@ use std::io::ErrorKind;
 /// Folder of the records, below that of the stage.
 const STEPS: &str = "steps";
 
-/// Writes the record of a step after its updates; the first rank does.
+/// Writes the record of a step after its updates. Only the first rank writes.
 pub(super) fn write(
     task: &RlTask<'_>,
     step: u64,
@@ -32,7 +32,7 @@ pub(super) fn write(
     Ok(save_tensors(&path, &tensors(experience, shaping, updates)?)?)
 }
 
-/// Removes the records of steps after `step`, which are taken again.
+/// Removes the records of steps after `step`, before these steps are repeated.
 pub(super) fn remove_after(task: &RlTask<'_>, step: u64) -> Result<(), TrainError> {
     let folder = task.output_dir.join(STEPS);
     let io = |source| TrainError::Io { path: folder.clone(), source };

@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
-/// Trains the policy, keeps the best and the last checkpoint, and returns a summary.
+/// Trains the policy with reinforcement learning, keeps the best and the last checkpoint, and returns a summary.
 ///
 /// Resumes an earlier call with the same fingerprint that was stopped or killed: with an environment that gives the same
 /// scores, the files at the end are those of an uninterrupted run, byte for byte.
@@ -41,7 +41,7 @@ pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, 
     outcome.map_err(|error| trainer.save_after_out_of_memory(error))
 }
 
-/// Whether a phase was completed, or stopped by the stop flag.
+/// Outcome of a phase of a step: completed, or stopped by the stop flag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
     Completed,
@@ -56,7 +56,7 @@ pub(super) struct Trainer<'a> {
     pub(super) state: TrainerState,
     /// A mesh of its own for rollouts, which may run concurrently with updates.
     rollout_mesh: Mesh,
-    /// The policy that generates the next batch, where updates have changed the trained one meanwhile (`rl.off_by_one`).
+    /// Copy of the policy that generates the next batch while updates change the trained policy (`rl.off_by_one`).
     pub(super) rollout_policy: Option<LoraAdapter>,
     pub(super) store: Option<StateStore>,
     pub(super) timer: SaveTimer,
@@ -64,14 +64,14 @@ pub(super) struct Trainer<'a> {
     step_started: Instant,
     /// Copy of the state before a step that may run out of GPU memory.
     pub(super) backup: Option<State>,
-    /// Copy of the state before a complete batch is learned from, where a stop discards what was computed from it.
+    /// Copy of the state before learning from a complete batch, for a stop that discards the updates of that batch.
     pub(super) before_updates: Option<BeforeUpdates>,
-    /// Seconds that the newest checkpoint took, until they are recorded.
+    /// Seconds that writing the newest checkpoint took; `None` once they are recorded as a metric.
     pub(super) save_s: Option<f64>,
 }
 
 impl<'a> Trainer<'a> {
-    /// From the newest checkpoint, or from the beginning; logs are rewound to that point.
+    /// A trainer that starts from the newest checkpoint, or from the beginning if there is none; logs are rewound to that point.
     pub(super) fn new(task: &'a RlTask<'a>, sink: &mut dyn MetricSink) -> Result<Self, TrainError> {
         let (directory, keep) = (task.output_dir.join(STATE), task.config.save_total_limit);
         let fingerprint = task.fingerprint.filter(|_| task.mesh.all.is_first());

@@ -16,32 +16,32 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
-/// What a checkpoint holds in addition to tensors.
+/// Content of a checkpoint in addition to tensors.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct TrainerState {
     pub(super) step: u64,
     #[serde(rename = "evaluated")]
     pub(super) evaluated_step: Option<u64>,
     pub(super) best: Option<BestCheckpoint>,
-    /// Rows taken in the order of the data.
+    /// Number of rows taken from the data order.
     #[serde(rename = "position")]
     pub(super) data_position: u64,
     pub(super) n_episodes: u64,
     pub(super) dropped: BTreeMap<String, u64>,
-    /// The next step's batch as far as it is scored.
+    /// Unfinished batch of the next step.
     pub(super) rollouts: Option<PartialBatch>,
-    /// A stopped evaluation as far as it is scored.
+    /// Unfinished evaluation that was stopped.
     pub(super) evaluation: Option<PartialBatch>,
     pub(super) health: Health,
 }
 
-/// What learning from a batch changes, and the batch.
+/// A complete batch, and the state that learning from it changes, as it was before.
 pub(super) struct BeforeUpdates {
     learned: State,
     rollouts: Option<PartialBatch>,
 }
 
-/// Lengths of the logs at a checkpoint.
+/// Lengths of the metrics and episode logs at a checkpoint.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct LogPositions {
     metrics: u64,
@@ -76,8 +76,8 @@ impl Trainer<'_> {
         Err(TrainError::Interrupted { stage: "rl", step: self.state.step })
     }
 
-    /// Copies what learning from the complete batch changes, where a stop discards it: adapters (the base is frozen), and their moments,
-    /// which are shared until the first update.
+    /// Copies the state that learning from the complete batch changes, if a stop is to discard the updates: adapters (the base is frozen)
+    /// and their optimizer moments, which are shared until the first update.
     pub(super) fn copy_before_updates(&mut self) -> Result<(), TrainError> {
         if self.task.discards_updates() {
             let mut learned = State::default();
@@ -88,7 +88,8 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// After a stop while a batch is learned from: saves the state before that with the batch, from which it is computed again.
+    /// After a stop during the updates of a batch: saves the state from before the updates with the batch, so that a resumed run learns
+    /// from the batch again.
     pub(super) fn discard_updates(&mut self, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
         if let Some(BeforeUpdates { learned, rollouts }) = self.before_updates.take() {
             learned.restore_vars(POLICY, self.task.policy.vars())?;
@@ -129,7 +130,7 @@ impl Trainer<'_> {
         if self.is_best() { self.save_weights(&self.task.output_dir.join(BEST)) } else { Ok(()) }
     }
 
-    /// Writes adapter and critic for evaluation and serving. The first rank writes.
+    /// Writes the policy's adapter and the critic to `directory`, for evaluation and serving. Only the first rank writes.
     pub(super) fn save_weights(&self, directory: &Path) -> Result<(), TrainError> {
         let task = self.task;
         if !task.mesh.data.is_first() {
@@ -201,19 +202,19 @@ impl Trainer<'_> {
     }
 }
 
-/// Result on the validation split, decoded greedily.
+/// Result of an evaluation on the validation split with greedy decoding.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Evaluation {
-    /// Mean over the episodes that could be scored.
+    /// Mean reward of the episodes that have a score.
     pub(super) reward: f64,
-    /// By row; `None` where a call failed.
+    /// Reward of each row; `None` if the episode has no score.
     rewards: Vec<Option<f64>>,
     metrics: Metrics,
     timings: Timings,
 }
 
 impl Evaluation {
-    /// From a complete `partial` with one response per validation row.
+    /// The evaluation result of a complete `partial` with one response per validation row.
     pub(super) fn new(task: &RlTask<'_>, partial: PartialBatch) -> Result<Self, TrainError> {
         let records = || partial.responses.iter().map(|response| &response.record);
         partial.check_drops(task)?;
@@ -238,11 +239,11 @@ impl Evaluation {
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct BestCheckpoint {
-    /// 0 is the policy before training.
+    /// Step of the best evaluation; 0 is the policy before training.
     pub(super) step: u64,
     pub(super) evaluation: Evaluation,
     pub(super) first_reward: f64,
-    /// Evaluations since then that were no better.
+    /// Number of evaluations since the best one.
     n_worse: usize,
 }
 

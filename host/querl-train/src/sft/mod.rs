@@ -23,7 +23,7 @@ use std::sync::atomic::AtomicBool;
 pub struct SftTask<'a> {
     /// An adapter on a frozen base, or a base whose weights are trained.
     pub policy: Policy<'a>,
-    /// The base's directory, named in the checkpoints.
+    /// Folder of the base, whose name is stored in adapter checkpoints.
     pub base_path: &'a Path,
     /// The training split.
     pub train: &'a [Example],
@@ -33,7 +33,7 @@ pub struct SftTask<'a> {
     pub config: &'a SftConfig,
     /// Most tokens of one forward and backward pass; results depend on it only by rounding.
     pub tokens_per_pass: usize,
-    /// Layers save their inputs only and compute activations again in the backward pass.
+    /// Gradient checkpointing: layers save only their inputs and compute activations again in the backward pass.
     pub gradient_checkpointing: bool,
     /// Seeds the order of the data and the dropout.
     pub seed: u64,
@@ -43,16 +43,16 @@ pub struct SftTask<'a> {
     /// Digest of everything that the result depends on: a run resumes from its newest checkpoint if that has the same
     /// fingerprint. `None`: no checkpoints to resume from are written.
     pub fingerprint: Option<&'a str>,
-    /// Where `best`, `last` and `state` are written.
+    /// Folder in which `best`, `last` and `state` are written.
     pub output_dir: &'a Path,
     /// Where progress is shown.
     pub progress: &'a dyn Progress,
-    /// Set to stop: read before each pass, and with several ranks after each step.
+    /// Stop flag, read before each pass, and with several ranks after each step.
     pub stop: &'a AtomicBool,
 }
 
-/// Trains, keeps the best and the last checkpoint, and returns a summary. Resumes an earlier call with the same fingerprint; the
-/// result is then that of an uninterrupted one.
+/// Runs supervised fine-tuning, keeps the best and the last checkpoint, and returns a summary. Resumes an earlier call with the same
+/// fingerprint; the result is then the same as without the interruption.
 ///
 /// # Errors
 /// No training rows, a row longer than `max_length` or without a response, a loss that is not finite, a file that cannot be

@@ -1,4 +1,4 @@
-//! A folder that trains a run with verl on Ray.
+//! Export of a run to verl on Ray.
 
 mod settings;
 
@@ -15,7 +15,7 @@ use settings::{MAX_REWARD_WORKERS, Sizes, TRAIN, VAL, mapping};
 use std::fmt::Write;
 use std::path::Path;
 
-/// Writes the folder.
+/// Writes a folder from which verl trains the run.
 ///
 /// # Errors
 /// The batch cannot be divided over the GPUs, a plugin is not the one of the run, or a file cannot be read or written.

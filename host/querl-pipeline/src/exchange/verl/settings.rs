@@ -1,4 +1,4 @@
-//! Settings of verl that mean the same as `[rl]`.
+//! Settings of verl that are equivalent to `[rl]`.
 //!
 //! Names: `verl/trainer/config/` of verl 0.9.1; advantages and losses: `verl/trainer/ppo/core_algos.py`; how batches are divided over GPUs:
 //! `verl/utils/config.py`.
@@ -11,19 +11,19 @@ use querl_core::config::{
     Config, CriticKind, KlEstimator, KlPlacement, LrScheduler, PolicyLossKind, RlAlgorithm, RlConfig,
 };
 
-/// The machines of a training.
+/// Nodes and GPUs of a training with verl.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cluster {
-    /// Machines.
+    /// Number of nodes.
     pub n_nodes: usize,
-    /// GPUs of each.
+    /// Number of GPUs per node.
     pub gpus_per_node: usize,
 }
 
 /// Starts reward workers that Ray starts again: host/querl-python/python/querl/integrations/verl_ray.py.
 const AGENT_LOOP_MANAGER: &str = "querl.integrations.verl_ray.RestartingAgentLoopManager";
 
-/// Most Ray actors that compute rewards: verl's default of `reward.num_workers`.
+/// Maximum number of Ray actors that compute rewards: verl's default of `reward.num_workers`.
 pub(super) const MAX_REWARD_WORKERS: usize = 8;
 
 /// In place of a limit that is off: a value that is never reached.
@@ -32,11 +32,11 @@ const NO_LIMIT: &str = "1000000.0";
 pub(super) const TRAIN: &str = "train.parquet";
 pub(super) const VAL: &str = "val.parquet";
 
-/// Sizes in verl's units.
+/// Batch sizes and lengths in verl's units.
 pub(super) struct Sizes {
-    /// Queries of a rollout batch: verl takes no batch from two epochs.
+    /// Number of queries of a rollout batch, at most one epoch: verl forms no batch across epochs.
     pub(super) batch: usize,
-    /// Queries of an optimizer step.
+    /// Number of queries of an optimizer step.
     pub(super) mini_batch: usize,
     pub(super) n_samples: usize,
     steps: usize,
@@ -45,7 +45,7 @@ pub(super) struct Sizes {
     prompt: usize,
     /// Tokens of a pass, at least one response with its prompt.
     pass: usize,
-    /// Processes that compute rewards.
+    /// Number of processes that compute rewards.
     pub(super) reward_workers: usize,
 }
 
@@ -78,7 +78,8 @@ impl Sizes {
     }
 }
 
-/// verl divides the responses of a batch and of an optimizer step evenly over the GPUs: which of them it cannot divide, and its responses.
+/// The size that verl cannot divide evenly over `n_gpus`, of the batch and the optimizer step, as the key's name and the number of
+/// responses; `None` if both can be divided.
 pub(crate) fn indivisible(batch: usize, mini_batch: usize, n_gpus: usize) -> Option<(&'static str, usize)> {
     let sizes = [
         ("a rollout batch (rl.batch_size * rl.n_samples)", batch),
@@ -87,7 +88,7 @@ pub(crate) fn indivisible(batch: usize, mini_batch: usize, n_gpus: usize) -> Opt
     sizes.into_iter().find(|(_, n)| !n.is_multiple_of(n_gpus))
 }
 
-/// The settings, and what becomes of each key.
+/// The settings for verl, with the mapping of each key.
 pub(super) fn mapping(run: &ExportedRun, sizes: &Sizes, cluster: Cluster) -> anyhow::Result<Mapping> {
     let mut mapping = Mapping::of(&run.config)?;
     let rl = &run.config.rl;
@@ -104,7 +105,8 @@ pub(super) fn mapping(run: &ExportedRun, sizes: &Sizes, cluster: Cluster) -> any
     Ok(mapping)
 }
 
-/// A path or a name as a quoted value of Hydra. Backslashes count only before a quote, and before `${`, which OmegaConf would resolve.
+/// Quotes a path or a name as a value of a Hydra override. Backslashes are escapes only before a quote, and before `${`, which OmegaConf
+/// would resolve.
 pub(super) fn quoted(text: &str) -> String {
     let (mut quoted, mut n_backslashes) = ("\"".to_owned(), 0);
     for (at, c) in text.char_indices() {

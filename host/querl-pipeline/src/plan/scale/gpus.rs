@@ -2,10 +2,10 @@
 
 use serde::Serialize;
 
-/// One model of GPU. Figures of the vendors' data sheets: dense bf16 with f32 accumulation, without sparsity.
+/// A GPU model, with figures of the vendor's data sheet: dense bf16 with f32 accumulation, without sparsity.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct GpuModel {
-    /// Name in `--on`.
+    /// Name of the GPU in `--on`.
     pub name: &'static str,
     /// Memory in GiB.
     pub memory_gib: f64,
@@ -13,7 +13,7 @@ pub struct GpuModel {
     pub memory_gb_s: f64,
     /// Peak of bf16 matrix products in TFLOP/s.
     pub bf16_tflop_s: f64,
-    /// Bandwidth to the other GPUs of the node in GB/s, one direction: NVLink, Infinity Fabric or PCIe.
+    /// Bandwidth to the other GPUs of the node (NVLink, Infinity Fabric or PCIe) in GB/s, one direction.
     pub link_gb_s: f64,
     /// Network bandwidth per GPU in GB/s, one direction.
     pub network_gb_s: f64,
@@ -30,7 +30,7 @@ const fn gpu(
     GpuModel { name, memory_gib, memory_gb_s, bf16_tflop_s, link_gb_s, network_gb_s }
 }
 
-/// The known GPUs.
+/// The GPU models that `--on` accepts.
 pub const GPUS: [GpuModel; 8] = [
     gpu("A100-40", 40.0, 1555.0, 312.0, 300.0, 25.0),
     gpu("A100-80", 80.0, 2039.0, 312.0, 300.0, 25.0),
@@ -46,14 +46,14 @@ pub const GPUS: [GpuModel; 8] = [
 const MAX_NODES: usize = 1024;
 const MAX_PER_NODE: usize = 16;
 
-/// Nodes with equal GPUs.
+/// A cluster of nodes with equal GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Cluster {
     /// Number of nodes.
     pub n_nodes: usize,
-    /// GPUs of one node.
+    /// Number of GPUs per node.
     pub n_per_node: usize,
-    /// The GPU.
+    /// The GPU model.
     pub gpu: GpuModel,
 }
 
@@ -61,7 +61,7 @@ impl Cluster {
     /// Parses `GPU`, `MxGPU` or `NxMxGPU`: N nodes with M GPUs each. Case does not matter.
     ///
     /// # Errors
-    /// One sentence with the text, what was expected, and the known GPUs.
+    /// A sentence with the text, the expected form, and the known GPUs.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (mut numbers, mut rest) = (Vec::new(), text.trim());
         while let Some((number, after)) = leading_count(rest) {
@@ -87,7 +87,7 @@ impl Cluster {
         Ok(Self { n_nodes, n_per_node, gpu })
     }
 
-    /// The same GPUs in another number, in as many nodes as they fill.
+    /// A cluster of `n_gpus` of the same GPUs, in as few nodes as they fit in.
     #[must_use]
     pub fn with_gpus(self, n_gpus: usize) -> Self {
         match n_gpus <= self.n_per_node {
@@ -96,7 +96,7 @@ impl Cluster {
         }
     }
 
-    /// Number of GPUs.
+    /// Number of GPUs of all nodes.
     pub fn n_gpus(&self) -> usize {
         self.n_nodes * self.n_per_node
     }

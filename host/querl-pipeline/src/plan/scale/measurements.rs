@@ -1,4 +1,4 @@
-//! Published measurements of verl, and the errors of the model: the table of docs/scale.md, computed again.
+//! Published measurements of verl, and the errors of the roofline model on them: recomputes the table of docs/scale.md.
 
 use super::gpus::Cluster;
 use super::roofline::{Efficiency, UpdatedWeights, Workload, predict};

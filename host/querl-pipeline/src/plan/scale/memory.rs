@@ -1,4 +1,4 @@
-//! Memory per GPU of one step: sharded training state that stays, and what comes on top of it in updates and in rollouts.
+//! Memory per GPU of one step: the sharded training state, and the additional memory of updates and of rollouts.
 
 use super::gpus::Cluster;
 use super::roofline::{BF16, UpdatedWeights, Workload, weight_bytes};
@@ -15,33 +15,33 @@ const USABLE: f64 = 0.9;
 const ROLLOUT: f64 = 0.6;
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// Memory of one GPU, in GiB unless said otherwise.
+/// Predicted memory of one GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct MemoryPrediction {
-    /// Weights, gradients and optimizer state of policy and critic, and the reference: this GPU's share.
+    /// This GPU's share of the training state in GiB: weights, gradients and optimizer state of policy and critic, and the reference.
     pub training_gib: f64,
-    /// Activations, logits and gathered weights of one pass.
+    /// Activations, logits and gathered weights of one forward and backward pass, in GiB.
     pub pass_gib: f64,
-    /// Weights of the rollout engine.
+    /// Weights of the rollout engine, in GiB.
     pub rollout_gib: f64,
-    /// KV cache of the rollout engine.
+    /// KV cache of the rollout engine, in GiB.
     pub kv_cache_gib: f64,
-    /// Tokens in the KV cache of one engine.
+    /// Number of tokens that the KV cache of one rollout engine holds.
     pub kv_cache_tokens: f64,
-    /// Memory of the GPU.
+    /// Memory of the GPU, in GiB.
     pub gpu_gib: f64,
-    /// Whether updates and rollouts fit, the KV cache with at least one response of maximum length.
+    /// Whether updates and rollouts fit; rollouts fit if the KV cache has space for at least one response of maximum length.
     pub fits: bool,
 }
 
 impl MemoryPrediction {
-    /// The most that is in use at once.
+    /// Peak memory in GiB.
     pub fn peak_gib(&self) -> f64 {
         self.training_gib + self.pass_gib.max(self.rollout_gib + self.kv_cache_gib)
     }
 }
 
-/// Bytes of keys and values of one token in bf16.
+/// Bytes of the keys and values of one token in bf16, over all layers.
 pub(super) fn kv_bytes_per_token(shapes: &DecoderConfig) -> f64 {
     (2 * shapes.n_layers * shapes.n_kv_heads * shapes.head_dim) as f64 * BF16
 }
@@ -71,7 +71,8 @@ pub(super) fn memory(
     }
 }
 
-/// Of all GPUs together. A reference of its own is needed only where all weights are trained: an adapter is left out for it.
+/// Bytes of the training state on all GPUs together. A separate reference is needed only if all weights are trained; otherwise the
+/// reference is the base without the adapter.
 fn training_bytes(shapes: &DecoderConfig, workload: &Workload) -> f64 {
     let (n_weights, frozen) = (shapes.n_parameters() as f64, weight_bytes(shapes));
     let (trained, reference) = match workload.updated {
@@ -82,8 +83,8 @@ fn training_bytes(shapes: &DecoderConfig, workload: &Workload) -> f64 {
     trained + critic + if workload.has_reference { reference } else { 0.0 }
 }
 
-/// Of one GPU: saved activations in bf16 (the inputs of all layers, and the activations of one layer or of all), logits, and two gathered
-/// layers.
+/// Bytes of a pass on one GPU: saved activations in bf16 (the inputs of all layers, and the activations of one layer or of all), logits,
+/// and two gathered layers.
 fn pass_bytes(shapes: &DecoderConfig, workload: &Workload, n_gpus: f64) -> f64 {
     let DecoderConfig { n_layers, hidden_size, intermediate_size, vocab_size, .. } = *shapes;
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);

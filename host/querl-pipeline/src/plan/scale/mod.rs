@@ -18,41 +18,41 @@ use querl_model::DecoderConfig;
 use querl_train::job::memory_plan::adapter_parameters;
 use serde::Serialize;
 
-/// Tokens of a configuration's prompts and responses, and the length of its training.
+/// Size of a training workload: tokens of prompts and responses, and number of steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct WorkloadSize {
-    /// Mean tokens of a prompt.
+    /// Mean number of tokens of a prompt.
     pub prompt_tokens: f64,
-    /// Mean tokens of a response.
+    /// Mean number of tokens of a response.
     pub response_tokens: f64,
-    /// Rollout batches of the training.
+    /// Number of rollout batches of the training.
     pub n_steps: usize,
-    /// False where the tokens are estimated from the query table, since the data stages are not finished.
+    /// Whether tokens are counted in the dataset; false if they are estimated from the query table, before the data stages are finished.
     pub is_measured: bool,
 }
 
-/// A run on a cluster.
+/// Predicted memory and time of a run on a cluster.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ScalePlan {
-    /// The GPUs.
+    /// Nodes and GPUs.
     pub cluster: Cluster,
-    /// Weights of the model.
+    /// Number of weights of the model.
     pub n_parameters: usize,
-    /// What a step computes.
+    /// Workload of one RL step.
     pub workload: Workload,
-    /// Lengths and number of steps.
+    /// Prompt and response lengths, and number of steps.
     pub size: WorkloadSize,
-    /// What of the configuration decides the figures, in words.
+    /// Settings of the configuration that determine the figures, in words.
     pub assumptions: String,
-    /// One step.
+    /// Prediction for one RL step.
     pub step: StepPrediction,
-    /// Hours of all steps, without evaluations and calls of external services; `None` where a step does not fit.
+    /// Hours of all steps, without evaluations and calls of external services; `None` if a step does not fit in memory.
     pub hours: Option<f64>,
-    /// With other numbers of GPUs.
+    /// Predictions for other numbers of GPUs.
     pub scaling: Scaling,
 }
 
-/// What `[rl]` of a configuration computes in a step of verl: the adapter is trained, as `querl export verl` exports it.
+/// Workload of one step of verl with the `[rl]` section of a configuration; the adapter is trained, as in an export by `querl export verl`.
 pub fn workload(config: &Config, shapes: &DecoderConfig, size: &WorkloadSize) -> Workload {
     let rl = &config.rl;
     Workload {
@@ -91,7 +91,7 @@ fn assumptions(config: &Config, workload: &Workload) -> String {
 }
 
 impl ScalePlan {
-    /// Predicts the training of a configuration.
+    /// Predicts the training of a configuration on a cluster.
     pub fn new(config: &Config, shapes: &DecoderConfig, size: WorkloadSize, cluster: Cluster) -> Self {
         let (workload, efficiency) = (workload(config, shapes, &size), Efficiency::default());
         let step = predict(shapes, &workload, &cluster, &efficiency);
@@ -101,7 +101,7 @@ impl ScalePlan {
         Self { cluster, n_parameters: shapes.n_parameters(), workload, size, assumptions, step, hours, scaling }
     }
 
-    /// For a terminal.
+    /// The prediction as text lines for a terminal.
     pub fn lines(&self) -> Vec<String> {
         let (step, memory, workload) = (&self.step, &self.step.memory, &self.workload);
         let n_parameters = self.n_parameters as f64;

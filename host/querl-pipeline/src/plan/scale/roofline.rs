@@ -7,25 +7,25 @@ use querl_model::DecoderConfig;
 use querl_train::job::memory_plan::linears;
 use serde::Serialize;
 
-/// Shares of the peaks that a step reaches, and its fixed costs.
+/// Efficiency constants of the roofline model: shares of the hardware peaks that a step reaches, and fixed costs.
 ///
 /// Fitted by hand to the measurements of docs/scale.md, whose errors the test `measurements_and_errors_of_the_page_are_those_of_the_model`
 /// computes again.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Efficiency {
-    /// Of the bf16 peak in forward passes: prefill, log-probabilities, values.
+    /// Share of the bf16 peak reached in forward passes: prefill, log-probabilities, values.
     pub forward: f64,
-    /// Of the bf16 peak in updates, recomputation, padding and optimizer included.
+    /// Share of the bf16 peak reached in updates; recomputation, padding and optimizer are included.
     pub update: f64,
-    /// Of the bf16 peak in decode steps.
+    /// Share of the bf16 peak reached in decode steps.
     pub decode: f64,
-    /// Of the memory bandwidth in decode steps.
+    /// Share of the memory bandwidth reached in decode steps.
     pub memory: f64,
-    /// Of the bandwidth between GPUs.
+    /// Share of the bandwidth between GPUs reached in communication.
     pub link: f64,
-    /// Seconds of a decode step that depend on no size: kernel launches, sampling, scheduling.
+    /// Fixed seconds of a decode step: kernel launches, sampling, scheduling.
     pub decode_step_s: f64,
-    /// Seconds of a step in no phase: weights to the rollout engine, data, advantages.
+    /// Fixed seconds of a step outside of its phases: weight transfer to the rollout engine, data, advantages.
     pub other_s: f64,
 }
 
@@ -44,87 +44,87 @@ const TENSOR_PARALLEL: [usize; 4] = [1, 2, 4, 8];
 /// Share of a GPU's memory that the rollout engine's weights may take.
 const MAX_WEIGHT_SHARE: f64 = 0.35;
 
-/// The weights that are updated.
+/// The weights that training updates.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum UpdatedWeights {
-    /// Every weight.
+    /// All weights of the model (full fine-tuning).
     All,
-    /// LoRA adapters with this many weights on a frozen base.
+    /// LoRA adapters with this number of weights, on a frozen base.
     Adapter(u64),
 }
 
-/// One RL step.
+/// Workload of one RL step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Workload {
-    /// Queries of a rollout batch.
+    /// Number of queries of a rollout batch.
     pub n_queries: usize,
-    /// Responses per query.
+    /// Number of responses per query.
     pub n_samples: usize,
-    /// Mean tokens of a prompt.
+    /// Mean number of tokens of a prompt.
     pub prompt_tokens: f64,
-    /// Mean tokens of a response.
+    /// Mean number of tokens of a response.
     pub response_tokens: f64,
     /// Tokens of the longest response, which the decoding of a batch waits for.
     pub longest_response: f64,
-    /// The weights that are updated.
+    /// The weights that training updates.
     pub updated: UpdatedWeights,
     /// Whether a critic is trained.
     pub has_critic: bool,
     /// Whether log-probabilities of a reference are computed.
     pub has_reference: bool,
-    /// Passes over a batch.
+    /// Number of update epochs over a batch (`rl.ppo_epochs`).
     pub epochs: usize,
-    /// Responses of one optimizer step.
+    /// Number of responses of one optimizer step.
     pub mini_batch_size: usize,
-    /// Most tokens of a forward and backward pass on one GPU.
+    /// Maximum number of tokens of a forward and backward pass on one GPU.
     pub tokens_per_pass: usize,
-    /// Layers save their inputs and compute activations again.
+    /// Whether gradient checkpointing is on: layers save only their inputs and compute activations again.
     pub gradient_checkpointing: bool,
     /// Tensor parallel size of the rollout engine; `None` chooses the smallest whose weights fit.
     pub tensor_parallel: Option<usize>,
 }
 
 impl Workload {
-    /// Responses of a step.
+    /// Number of responses of a step.
     pub fn n_responses(&self) -> f64 {
         (self.n_queries * self.n_samples) as f64
     }
 
-    /// Tokens of prompts and responses of a step.
+    /// Number of tokens of all prompts and responses of a step.
     pub fn n_tokens(&self) -> f64 {
         self.n_responses() * (self.prompt_tokens + self.response_tokens)
     }
 }
 
 querl_core::named_enum! {
-    /// What limits a phase.
+    /// The resource that limits a phase.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
     #[serde(rename_all = "snake_case")]
     pub enum Bound {
-        /// Matrix products.
+        /// Compute of the matrix products.
         Compute = "compute",
-        /// Reading weights and KV cache.
+        /// Memory bandwidth of reading weights and KV cache.
         MemoryBandwidth = "memory bandwidth",
-        /// The number of decode steps, each with its launches.
+        /// Fixed time per decode step, such as kernel launches.
         DecodeSteps = "decode steps",
-        /// Gathering weights and reducing gradients.
+        /// Bandwidth between GPUs of gathering weights and reducing gradients.
         Communication = "communication",
-        /// A cost that depends on no size.
+        /// A fixed cost.
         Fixed = "fixed",
     }
 }
 
-/// One phase of a step on all GPUs.
+/// Predicted phase of a step, on all GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Phase {
-    /// Its name.
+    /// Name of the phase.
     pub name: &'static str,
     /// Wall-clock seconds.
     pub seconds: f64,
-    /// Tokens that the phase computes.
+    /// Number of tokens that the phase computes.
     pub n_tokens: f64,
-    /// What limits it.
+    /// The resource that limits the phase.
     pub bound: Bound,
 }
 
@@ -135,29 +135,29 @@ impl Phase {
     }
 }
 
-/// A predicted step.
+/// Predicted time and memory of one RL step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepPrediction {
-    /// In the order of the step.
+    /// Phases of the step, in order.
     pub phases: Vec<Phase>,
-    /// Seconds of the step.
+    /// Wall-clock seconds of the step.
     pub seconds: f64,
     /// Tokens of prompts and responses per second and GPU: verl's `perf/throughput`.
     pub tokens_per_s_per_gpu: f64,
-    /// GPUs of one rollout engine.
+    /// Tensor parallel size of the rollout engine: GPUs of one engine.
     pub tensor_parallel: usize,
-    /// Responses that one rollout engine gets.
+    /// Number of responses per rollout engine in a step.
     pub responses_per_engine: f64,
-    /// Those that it decodes at once.
+    /// Number of responses that one rollout engine decodes at once.
     pub concurrent_responses: f64,
-    /// Responses at which a decode step is bound by compute, not by reading the weights.
+    /// Number of concurrent responses from which a decode step is bound by compute instead of by reading the weights.
     pub balanced_responses: f64,
-    /// Per GPU.
+    /// Predicted memory of each GPU.
     pub memory: MemoryPrediction,
 }
 
 impl StepPrediction {
-    /// The seconds of a phase; 0 without it.
+    /// Seconds of the phase with this name; 0 if there is no such phase.
     pub fn seconds_of(&self, name: &str) -> f64 {
         self.phases.iter().find(|phase| phase.name == name).map_or(0.0, |phase| phase.seconds)
     }
@@ -173,7 +173,7 @@ pub(super) const CRITIC_UPDATE: &str = "critic update";
 pub(super) const POLICY_UPDATE: &str = "policy update";
 pub(super) const OTHER: &str = "other";
 
-/// Weights in matrix products of one token: linear layers and head, without the embedding.
+/// Number of weights in the matrix products of one token: linear layers and head, without the embedding.
 pub(super) fn matrix_weights(shapes: &DecoderConfig) -> f64 {
     let of_layer: usize = linears(shapes).into_iter().map(|(_, n_in, n_out)| n_in * n_out).sum();
     (shapes.n_layers * of_layer + shapes.vocab_size * shapes.hidden_size) as f64
@@ -185,7 +185,7 @@ pub(super) fn forward_flops(shapes: &DecoderConfig, context: f64) -> f64 {
     2.0 * matrix_weights(shapes) + attention
 }
 
-/// Bytes of the weights in bf16.
+/// Bytes of the model's weights in bf16.
 pub(super) fn weight_bytes(shapes: &DecoderConfig) -> f64 {
     shapes.n_parameters() as f64 * BF16
 }
@@ -200,7 +200,7 @@ fn tensor_parallel(shapes: &DecoderConfig, cluster: &Cluster, wanted: Option<usi
     wanted.filter(|n| *n <= cluster.n_gpus()).unwrap_or(smallest)
 }
 
-/// Predicts one step.
+/// Predicts one RL step.
 pub fn predict(
     shapes: &DecoderConfig,
     workload: &Workload,

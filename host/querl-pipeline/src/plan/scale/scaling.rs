@@ -1,4 +1,4 @@
-//! How a step shortens with more GPUs, and where that ends.
+//! Scaling of the step time with the number of GPUs, and the number from which more GPUs no longer help.
 
 use super::gpus::Cluster;
 use super::roofline::{
@@ -12,29 +12,30 @@ const MAX_GPUS: usize = 1024;
 /// Twice the GPUs must make a step this much faster.
 const WORTHWHILE: f64 = 1.5;
 
-/// A step on one number of GPUs.
+/// Prediction of a step on one number of GPUs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ScalingRow {
     /// Number of GPUs.
     pub n_gpus: usize,
-    /// Seconds of a step.
+    /// Wall-clock seconds of a step.
     pub seconds: f64,
-    /// Whether the step fits in their memory.
+    /// Whether the step fits in the memory of these GPUs.
     pub fits: bool,
 }
 
-/// Steps on 1, 2, 4, ... GPUs of a kind, and where adding GPUs stops helping.
+/// Predictions for 1, 2, 4, ... GPUs of one model, and the largest number that is worthwhile.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Scaling {
-    /// Of 1, 2, 4, ... GPUs, up to one doubling beyond the end.
+    /// Predictions for 1, 2, 4, ... GPUs, up to one doubling beyond `n_gpus`.
     pub rows: Vec<ScalingRow>,
     /// The largest number of GPUs that is worthwhile.
     pub n_gpus: usize,
-    /// Why twice as many are not; `None` where all that were tried are.
+    /// Why twice as many GPUs are not worthwhile; `None` if all tried numbers are worthwhile.
     pub reason: Option<String>,
 }
 
-/// Doubles the GPUs until a step no longer becomes 1.5 times as fast. Numbers of GPUs whose memory does not suffice do not end it.
+/// Doubles the number of GPUs until a doubling no longer makes a step 1.5 times as fast. Numbers whose memory is too small do not end the
+/// search.
 pub fn scaling(shapes: &DecoderConfig, workload: &Workload, cluster: &Cluster, efficiency: &Efficiency) -> Scaling {
     let step = |n_gpus: usize| predict(shapes, workload, &cluster.with_gpus(n_gpus), efficiency);
     let row =

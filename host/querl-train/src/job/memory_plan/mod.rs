@@ -10,50 +10,50 @@ use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig
 use querl_model::kernels::{GPU_LOGITS, GPU_LOGITS_PER_ROW};
 use querl_model::{ComputeDevice, DecoderConfig, EngineSettings, Shard};
 
-/// Sizes of what a kind of device stores.
+/// Sizes of stored values and buffers on one kind of device, the CPU or a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceSizes {
     /// Bytes of an activation, and of a cached key or value.
     pub value_bytes: usize,
-    /// Reserved for everything that is not counted.
+    /// Bytes reserved for everything that the plan does not count.
     pub reserved_bytes: u64,
-    /// Reserved for a second stream, that of generation.
+    /// Bytes reserved for a second CUDA stream, on which generation runs during training.
     pub stream_bytes: u64,
-    /// Supported storage of a frozen base, most bits first.
+    /// Dtypes in which a frozen base can be stored, most bits first.
     pub storages: &'static [BaseDtype],
-    /// Bytes of the copy of an adapter's weight that kernels read: rounded on a GPU, packed on the CPU.
+    /// Bytes per adapter weight of the copy that kernels read: rounded to bf16 on a GPU, packed on the CPU.
     pub adapter_copy_bytes: usize,
-    /// Bytes of the copy of a trained base weight that kernels read.
+    /// Bytes per weight of the copy of a trained base that kernels read.
     pub weight_copy_bytes: u64,
-    /// Matrix products with a quantised base.
+    /// How matrix products read a quantised base.
     pub packed: PackedProducts,
-    /// Memory of a communicator (NCCL).
+    /// Bytes of an NCCL communicator; 0 on the CPU.
     pub communicator_bytes: u64,
 }
 
-/// Matrix products with a base of fewer bits than bf16.
+/// How matrix products read a base of fewer bits than bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PackedProducts {
-    /// Dequantised block by block within the kernel.
+    /// The kernel dequantises the weight block by block.
     Direct,
-    /// One weight at a time is dequantised to bf16 first, in one buffer.
+    /// Each weight is dequantised to bf16 before its matrix product, in one buffer for all weights.
     Widened,
 }
 
-/// On a GPU: cuBLAS's workspace of 32 MiB, the driver's memory per process and loaded kernels. An estimate, not measured.
+/// Bytes reserved on a GPU for cuBLAS's workspace of 32 MiB, the driver's memory per process and loaded kernels. An estimate, not measured.
 pub const RESERVED_BYTES: u64 = 768 << 20;
 
 const WORKSPACE_BYTES: u64 = 32 << 20;
 
-/// An NCCL communicator, per GPU: 24 channels, each with a ring and a tree connection of 10 MiB to receive (4 MiB of
-/// `NCCL_BUFFSIZE`, and the buffers of the two protocols for short messages) and 2 MiB to send. An estimate, not measured: NCCL uses
-/// fewer channels between GPUs without NVLink, and up to 32 between others; `NCCL_MAX_NCHANNELS` bounds them.
+/// Bytes of an NCCL communicator per GPU: 24 channels, each with a ring and a tree connection of 10 MiB to receive (4 MiB of
+/// `NCCL_BUFFSIZE`, and the buffers of the two protocols for short messages) and 2 MiB to send. An estimate, not measured: NCCL uses fewer
+/// channels between GPUs without NVLink, and up to 32 with it; `NCCL_MAX_NCHANNELS` bounds the number of channels.
 ///
 /// Source: NCCL's user guide, "Environment Variables"; NVIDIA/nccl issues 986 (what memory depends on) and 1685 (sizes of buffers).
 pub const COMMUNICATOR_BYTES: u64 = 24 * 2 * (12 << 20);
 
 impl DeviceSizes {
-    /// A GPU: activations in bf16, the base in that or fewer bits.
+    /// Sizes on a GPU: activations in bf16, the base in bf16 or fewer bits.
     pub const GPU: Self = Self {
         value_bytes: 2,
         reserved_bytes: RESERVED_BYTES,
@@ -64,7 +64,7 @@ impl DeviceSizes {
         packed: PackedProducts::Widened,
         communicator_bytes: COMMUNICATOR_BYTES,
     };
-    /// The CPU: everything in f32, the base in any dtype.
+    /// Sizes on the CPU: everything in f32, the base in any dtype.
     pub const CPU: Self = Self {
         value_bytes: 4,
         reserved_bytes: 0,
@@ -83,18 +83,18 @@ const SUM_BYTES: usize = 4;
 /// A logit in f32 and its gradient in bf16.
 const LOGIT_BYTES: usize = 6;
 
-/// A stage, as far as memory depends on it.
+/// What the memory plan of a stage depends on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemoryRequest {
-    /// The model's shapes.
+    /// Shapes of the model.
     pub shapes: DecoderConfig,
-    /// Its dtype and micro-batch size.
+    /// Settings of the model, such as dtype and tokens per pass.
     pub model: ModelConfig,
     /// The training stage.
     pub stage: PlannedStage,
-    /// Sizes of the kind of device.
+    /// Sizes of stored values on the kind of device that the stage uses.
     pub types: DeviceSizes,
-    /// Devices: model copies times `model.tensor_parallel`.
+    /// Number of devices: model copies (data parallel) times `model.tensor_parallel`.
     pub n_devices: usize,
 }
 
@@ -108,29 +108,29 @@ impl MemoryRequest {
     }
 }
 
-/// A training stage.
+/// The training stage that is planned, with the settings and data sizes that memory depends on.
 #[derive(Debug, Clone, PartialEq)]
 pub enum PlannedStage {
     /// Supervised fine-tuning.
     Sft {
         /// Hyperparameters.
         config: SftConfig,
-        /// Tokens of the longest row.
+        /// Length of the longest row in tokens.
         longest_row: usize,
     },
     /// Reinforcement learning.
     Rl {
         /// Hyperparameters.
         config: Box<RlConfig>,
-        /// The shape of adapters.
+        /// LoRA settings of policy and critic adapters.
         lora: SftConfig,
-        /// Tokens of the longest prompt.
+        /// Length of the longest prompt in tokens.
         longest_prompt: usize,
     },
 }
 
 impl PlannedStage {
-    /// Name on the command line.
+    /// Name of the stage on the command line.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Sft { .. } => "sft",
@@ -164,33 +164,33 @@ impl PlannedStage {
     }
 }
 
-/// Bytes by part, at the peak.
+/// Memory of a device at the peak of a stage, in bytes by part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryPlan {
-    /// The base; in full fine-tuning with gradients and moments.
+    /// Weights of the base; in full fine-tuning also gradients and optimizer moments.
     pub base: u64,
-    /// All adapters: values, gradients, moments, and copies for generation.
+    /// All adapters: weights, gradients, optimizer moments, and copies for generation.
     pub adapters: u64,
     /// Saved activations of one forward pass.
     pub activations: u64,
     /// Temporary buffers of one layer's backward pass.
     pub scratch: u64,
-    /// Logits and their gradients, of a chunk of the vocabulary.
+    /// Logits of a chunk of the vocabulary, and the gradients of these logits.
     pub logits: u64,
-    /// The largest weight of a quantised base, dequantised; twice where training and generation overlap.
+    /// Buffer for the largest weight of a quantised base, dequantised to bf16; two buffers where training and generation overlap.
     pub widened: u64,
-    /// The KV cache.
+    /// The KV cache of rollouts.
     pub cache: u64,
     /// Activations and logits of a decode step.
     pub decoding: u64,
     /// Communicators and buffers of all-reduces.
     pub sums: u64,
-    /// See [`DeviceSizes::reserved_bytes`] and [`DeviceSizes::stream_bytes`].
+    /// Reserved for what is not counted: [`DeviceSizes::reserved_bytes`] and [`DeviceSizes::stream_bytes`].
     pub reserved: u64,
 }
 
 impl MemoryPlan {
-    /// Computes the plan.
+    /// Computes the memory plan of a stage.
     pub fn new(request: &MemoryRequest) -> Self {
         let request = &request.of_rank();
         let MemoryRequest { shapes, model, stage, types, .. } = request;
@@ -219,17 +219,18 @@ impl MemoryPlan {
         }
     }
 
-    /// Sum of all parts.
+    /// Sum of all parts, in bytes.
     pub fn total(&self) -> u64 {
         self.parts().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Base and adapters, which are there from start to end, exact up to padding: if these do not fit, nothing does.
+    /// Bytes of base and adapters, which are allocated from start to end and known exactly up to padding. If these do not fit, smaller
+    /// batches do not help.
     pub fn certain(&self) -> u64 {
         self.base + self.adapters
     }
 
-    /// Nonzero parts with their names, largest first.
+    /// Parts of more than 0 bytes with their names, largest first.
     pub fn parts(&self) -> Vec<(&'static str, u64)> {
         let mut parts = vec![
             ("base", self.base),
@@ -340,7 +341,7 @@ fn bucket_of(shapes: &DecoderConfig, stage: &PlannedStage) -> u64 {
     largest.max(BUCKET as u64).min(all)
 }
 
-/// The linear layers of a decoder layer, with their inputs and outputs.
+/// The seven linear layers of a decoder layer: name, input features, output features.
 pub fn linears(shapes: &DecoderConfig) -> [(&'static str, usize, usize); 7] {
     let DecoderConfig { hidden_size, intermediate_size, .. } = *shapes;
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
@@ -359,8 +360,8 @@ fn largest_linear(shapes: &DecoderConfig) -> u64 {
     linears(shapes).into_iter().map(|(_, n_in, n_out)| (n_in * n_out) as u64).max().unwrap_or(0)
 }
 
-/// Bytes of a base by dtype: int8 and nf4 with a scale per 64 weights, fp8 with one per output; these three with embedding and head in
-/// bf16.
+/// Bytes of a base model's weights stored as `dtype`: int8 and nf4 have one scale per 64 weights, fp8 one per output; all three keep
+/// embedding and head in bf16.
 pub fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
     let (of_linear, of_table) = match dtype {
         BaseDtype::F32 => (4.0, 4.0),
@@ -388,7 +389,7 @@ fn small_of_layer(shapes: &DecoderConfig) -> usize {
     2 * shapes.hidden_size + norms_of_heads + qkv + out
 }
 
-/// Weights of an adapter: LoRA A and B of the adapted linear layers, and DoRA's magnitudes.
+/// Number of weights of an adapter: LoRA A and B of the adapted linear layers, and DoRA's magnitudes.
 pub fn adapter_parameters(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
     let is_all = lora.lora_target_modules.iter().any(|name| name == "all-linear");
     let adapted = |name: &str| is_all || lora.lora_target_modules.iter().any(|target| target == name);
@@ -424,12 +425,12 @@ fn scratch_bytes_of_row(shapes: &DecoderConfig, value_bytes: usize) -> u64 {
     feed_forward.max(attention) as u64
 }
 
-/// Settings to change.
+/// A change of settings that reduces memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Advice {
-    /// Keys and values, as text.
+    /// The configuration keys to change and their new values, as text.
     pub change: String,
-    /// Bytes saved.
+    /// Bytes of memory that the change saves.
     pub saved_bytes: u64,
 }
 
@@ -439,7 +440,7 @@ impl std::fmt::Display for Advice {
     }
 }
 
-/// `12.3 GiB`.
+/// Formats bytes in GiB, as `12.3 GiB`.
 pub fn gibibytes(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
 }
@@ -450,9 +451,9 @@ const STEP_OF_PASS: usize = 256;
 /// Below this, matrix products are too small for a GPU, and gradient checkpointing costs less time.
 const SMALL_PASS: usize = 2048;
 
-/// The change that costs least and suffices; `None` where the plan fits, or where no change of these suffices. Tried in this order:
-/// smaller passes (no time as long as they are not small), gradient checkpointing (a third more time), both, smaller batches of
-/// rollouts, a base of fewer bits (results change), and everything.
+/// The cheapest change of settings with which the plan fits in `free_bytes`; `None` if it fits already, or if no change suffices. Tried in
+/// this order: fewer tokens per pass (costs no time down to 2,048), gradient checkpointing (a third more time), both, smaller batches of
+/// rollouts, a base of fewer bits (results change), and all of these.
 pub fn advise(request: &MemoryRequest, free_bytes: u64) -> Option<Advice> {
     let needed = MemoryPlan::new(request).total();
     if needed <= free_bytes {
