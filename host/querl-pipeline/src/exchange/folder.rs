@@ -237,11 +237,17 @@ pub(super) struct EngineFiles<'a> {
 
 impl EngineFiles<'_> {
     pub(super) fn write(self, run: &ExportedRun, shared: SharedFiles, out: &Path) -> anyhow::Result<Exported> {
-        let SharedFiles { plugins, outside, .. } = shared;
+        let SharedFiles { model, plugins, outside } = shared;
+        let base = model.strip_prefix(HERE).map_or(model.as_str(), |rest| rest.trim_start_matches('/'));
         let form: Vec<String> = note_on_form(&run.config, self.engine).into_iter().collect();
         let (keys, notes) = (self.mapping.to_markdown(self.engine), [form, self.notes].concat());
         let noted: String = notes.iter().map(|note| format!("- {note}\n")).collect();
-        let common = [("@TENANT@", run.config.tenant.as_str()), ("@KEYS@", keys.as_str()), ("@NOTES@", noted.as_str())];
+        let common = [
+            ("@TENANT@", run.config.tenant.as_str()),
+            ("@BASE@", base),
+            ("@KEYS@", keys.as_str()),
+            ("@NOTES@", noted.as_str()),
+        ];
         let values = [&common[..], self.values].concat();
         for (name, template) in self.templates {
             write_template(&out.join(name), template, &values)?;

@@ -23,7 +23,6 @@ pub fn export_trl(run: &ExportedRun, base: BaseFiles, out: &Path) -> anyhow::Res
     let model = plain(&shared.model)?.to_owned();
     let sizes = GrpoSizes::of(run);
     let mapping = mapping(run, &sizes)?;
-    let base_text = model.strip_prefix(HERE).map_or(model.as_str(), |rest| rest.trim_start_matches('/'));
     let python_model = match model.strip_prefix(HERE) {
         Some(rest) => format!("str(HERE) + \"{rest}\""),
         None => format!("\"{model}\""),
@@ -33,7 +32,6 @@ pub fn export_trl(run: &ExportedRun, base: BaseFiles, out: &Path) -> anyhow::Res
         ("@ARGUMENTS@", arguments.as_str()),
         ("@LORA@", lora.as_str()),
         ("@DTYPE@", grpo::dtype(run.config.model.dtype)),
-        ("@BASE@", base_text),
         ("@MODEL@", python_model.as_str()),
     ];
     let notes = notes(run, &sizes);

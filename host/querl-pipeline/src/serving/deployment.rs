@@ -81,6 +81,7 @@ pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyh
                 base_model = Some((model, digests));
             }
         }
+        run.warn_unfinished("deployed");
         deployment.model_bytes += write_tenant(run, &out.join(TENANTS).join(&tenant))?;
         deployment.tenants.push(tenant);
         // After full fine-tuning the base is a checkpoint of the run, and copied with it.

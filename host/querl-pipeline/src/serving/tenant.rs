@@ -34,6 +34,14 @@ pub struct ServedRun {
 }
 
 impl ServedRun {
+    /// Warns if a later training stage of the run has begun and is not finished. `what` happens to the model of the finished one.
+    pub(super) fn warn_unfinished(&self, what: &str) {
+        if self.stage == StageName::Sft && self.dir.rl().exists() {
+            let folder = self.dir.root().display();
+            tracing::warn!("{folder}: the stage `rl` is not finished; the model of `sft` is {what}");
+        }
+    }
+
     /// Opens the run in a folder.
     ///
     /// # Errors
@@ -279,9 +287,7 @@ impl TenantModel {
         let created = folder.metadata().and_then(|metadata| metadata.modified());
         let created_at = since_epoch(created.with_context(|| format!("{}: cannot be read", folder.display()))?);
         let source = run.dir.root().display().to_string();
-        if run.stage == StageName::Sft && run.dir.rl().exists() {
-            tracing::warn!("{source}: the stage `rl` is not finished; the model of `sft` is served");
-        }
+        run.warn_unfinished("served");
         let name = run.config.tenant.clone();
         let facts = Tenant { name, role, version, source, created_at, loaded_at, api_key };
         let (response_form, tokenizer) = (ResponseForm::of(&run.config), base.tokenizer_of(run)?);

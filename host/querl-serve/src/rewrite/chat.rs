@@ -10,8 +10,8 @@ use super::candidates::Route;
 use super::protocol::{check_text, user};
 use super::request_log::LoggedQuery;
 use super::service::{
-    Audience, Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, unknown_tenant,
-    with_fallback,
+    Audience, Call, PermittedTenants, REWRITE_SUFFIX, RewriteService, finished, model_failed, rejected, since_epoch,
+    unknown_tenant, with_fallback,
 };
 use super::traces::{AccessEntry, Phases};
 use crate::body::{JsonFields, quoted};
@@ -37,8 +37,6 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::timeout_at;
 use tracing::Instrument;
 
-/// What follows the tenant's name in the model that rewrites.
-const REWRITE_SUFFIX: &str = "/rewrite";
 const MAX_STOPS: usize = 16;
 
 /// The route `GET /v1/models`: two models for each tenant that the client may use.
@@ -215,7 +213,7 @@ fn tenant_of(call: &Call, model: Option<&str>) -> Result<(Tenant, bool), ErrorRe
     let rewrites = model.and_then(|model| model.strip_suffix(REWRITE_SUFFIX));
     match (find(model), rewrites) {
         (Ok(tenant), _) => Ok((tenant, false)),
-        (Err(_), Some(name)) => Ok((find(Some(name))?, true)),
+        (Err(error), Some(name)) => find(Some(name)).map(|tenant| (tenant, true)).map_err(|_| error),
         (Err(error), None) => Err(error),
     }
 }

@@ -31,6 +31,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::timeout_at;
 
+/// What follows the tenant's name in the model that rewrites.
+pub(super) const REWRITE_SUFFIX: &str = "/rewrite";
+
 /// At most one line about the failures of a tenant with one reason in this time.
 const FAILURE_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -273,7 +276,10 @@ const MAX_SUGGESTIONS: usize = 3;
 
 pub(super) fn unknown_tenant(param: &'static str, name: &str, scope: &str, permitted: &[Tenant]) -> ErrorResponse {
     let short: String = name.chars().take(64).collect();
-    let near = nearest(&short, permitted.iter().map(|tenant| tenant.name.as_str())).into_iter().take(MAX_SUGGESTIONS);
+    // `TENANT/rewrite` is a model of its own.
+    let suffix = if param == "model" && short.contains('/') { REWRITE_SUFFIX } else { "" };
+    let names: Vec<String> = permitted.iter().map(|tenant| format!("{}{suffix}", tenant.name)).collect();
+    let near = nearest(&short, names.iter().map(String::as_str)).into_iter().take(MAX_SUGGESTIONS);
     let near: Vec<String> = near.map(|name| format!("`{name}`")).collect();
     let mut what = format!("{param} `{short}` is not served {scope}");
     if !near.is_empty() {

@@ -105,7 +105,7 @@ fn filled(text: &str, deployment: &Deployment, base: BaseFiles, is_chinese: bool
     [
         ("@TENANTS@", tenants.iter().map(|tenant| format!("`{tenant}`")).collect::<Vec<_>>().join(", ").as_str()),
         ("@TENANT@", tenant),
-        ("@QUERY@", "胶原蛋白怎么吃"),
+        ("@QUERY@", "益生菌怎么吃"),
         ("@BASE_NOTE@", base_note),
         ("@BASE_VOLUME@", base_volume),
         ("@MEMORY_MIB@", &memory_mib.to_string()),
