@@ -247,6 +247,9 @@ fn episodes_of_golden_cases_are_scored_by_default_and_the_last_line_names_the_fa
     }
     let project = project("python");
     let args = ["plugin", "dev", "length", "--once", "--no-component"];
+    let misspelt = project.refusal(&[&args[..], &["--set", "max_char=5"]].concat(), 2);
+    let expected = "length: --set: setting `max_char`: the plugin knows no such setting; did you mean `max_chars`?";
+    assert!(misspelt.contains(expected), "{misspelt}");
     let picture = project.json(&args);
     let scores = &picture["scores"];
     assert_eq!(scores["summary"]["n_episodes"], json!(2), "{picture:#}");

@@ -110,6 +110,11 @@ impl Job {
         }
         let manifest = Manifest::read(&source.folder).map_err(Stop::usage)?;
         let settings = parse_settings(&args.set, "--set")?;
+        // Without any in plugin.toml, the component says which there are.
+        if !manifest.settings.is_empty() {
+            let refused = |problem| Stop::usage(format!("{}: --set: {problem}", args.folder.display()));
+            manifest.check_settings(&settings).map_err(refused)?;
+        }
         let is_reward = manifest.plugin.kinds.iter().any(|kind| matches!(kind, Kind::Reward | Kind::GroupReward));
         let (mut limits, mut recorded, mut notes) = (PluginLimits::default(), Vec::new(), Vec::new());
         match (&args.episodes, is_reward) {
