@@ -5,12 +5,16 @@
 
 Each task: a small model is pretrained on a corpus of the knowledge base alone (`querl model corpus`, `querl model pretrain`), then
 `querl run` with the defaults for a model of that size. `queries.jsonl` is the query table and the recorded teacher.
-Python 3 alone, no network. Finished parts are not repeated.
+
+`NAME-semantic` is the task NAME with hybrid retrieval: BM25 and an embedding model of the knowledge base (encoder.py), which is what
+the embedded index offers with a local model. Another model is used if it is at OUT/NAME-semantic/encoder before.
+Python 3 alone, for the semantic tasks one with torch and transformers; no network. Finished parts are not repeated.
 """
 
 import argparse
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -35,20 +39,36 @@ kind = "embedded"
 knowledge_base = "{task}/knowledge_base.jsonl"
 
 [model]
-path = "model"
+path = "../{base}/model"
 
 [plugins]
 prompt = {{ path = "{root}/plugins/prompt-rewrite", settings = {{ language = "{language}", domain = "{domain}" }} }}
 filters = [{{ path = "{root}/plugins/filter-quality" }}]
 rewards = [{{ path = "{root}/plugins/reward-competition" }}]
 """
+SEMANTIC = """
+[retrieval.embedding]
+kind = "local"
+path = "encoder"
+"""
 
 
-def prepare(name, folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    task = ROOT / "examples/appliances" if name == "appliances" else HERE / name
-    config = CONFIG.format(name=name, task=task, root=ROOT, language=LANGUAGES[name], domain=DOMAINS[name])
-    (folder / "querl.toml").write_text(config)
+def prepare(name, out, querl):
+    """Writes the configuration of a task and makes the models that it names, as far as they do not exist."""
+    base = name.removesuffix("-semantic")
+    folder, small = out / name, out / base
+    for path in (folder, small):
+        path.mkdir(parents=True, exist_ok=True)
+    task = ROOT / "examples/appliances" if base == "appliances" else HERE / base
+    config = CONFIG.format(name=name, base=base, task=task, root=ROOT, language=LANGUAGES[base], domain=DOMAINS[base])
+    (folder / "querl.toml").write_text(config if name == base else config + SEMANTIC)
+    if name != base and not (folder / "encoder/model.safetensors").exists():
+        call(sys.executable, HERE / "encoder.py", task / "knowledge_base.jsonl", folder / "encoder")
+    if not (small / "model/model.safetensors").exists():
+        files = ["--out", small / "corpus.jsonl", "--pretrain", small / "pretrain.toml", "--out_model", small / "model"]
+        call(querl, "model", "corpus", folder / "querl.toml", *files)
+        call(querl, "model", "pretrain", small / "pretrain.toml")
+    return folder
 
 
 def call(*command):
@@ -59,7 +79,7 @@ def call(*command):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tasks", nargs="+", default=list(LANGUAGES), choices=list(LANGUAGES))
+    parser.add_argument("--tasks", nargs="+", default=list(LANGUAGES), choices=[*LANGUAGES, *(f"{name}-semantic" for name in LANGUAGES)])
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--label", default="run", help="name of the run directories, for runs with other --set")
@@ -68,17 +88,12 @@ def main():
     pairs = ["rl-sft", "rl-raw", "rl-with_history", "rl-teacher", "sft-raw"]
     lines = []
     for name in args.tasks:
-        folder = (args.out / name).resolve()
-        prepare(name, folder)
-        config = folder / "querl.toml"
-        if not (folder / "model/model.safetensors").exists():
-            call(args.querl, "model", "corpus", config, "--out", folder / "corpus.jsonl", "--pretrain", folder / "pretrain.toml", "--out_model", folder / "model")
-            call(args.querl, "model", "pretrain", folder / "pretrain.toml")
+        folder = prepare(name, args.out.resolve(), args.querl)
         runs = []
         for seed in args.seeds:
             run = folder / f"{args.label}-{seed}"
             settings = [part for value in [f"seed={seed}", *args.set] for part in ("--set", value)]
-            call(args.querl, "-q", "run", config, "--out", run, *settings)
+            call(args.querl, "-q", "run", folder / "querl.toml", "--out", run, *settings)
             runs.append(run)
         printed = subprocess.run([args.querl, "report", "--json", *runs], check=True, capture_output=True, text=True)
         result = json.loads(printed.stdout)
