@@ -110,10 +110,12 @@ impl Job {
         }
         let manifest = Manifest::read(&source.folder).map_err(Stop::usage)?;
         let settings = parse_settings(&args.set, "--set")?;
-        // Without any in plugin.toml, the component says which there are.
+        // Values are checked by the plugin itself. Without any settings in plugin.toml, the component says which there are.
         if !manifest.settings.is_empty() {
+            let mut unknown = settings.clone();
+            unknown.retain(|key, _| !manifest.settings.contains_key(key));
             let refused = |problem| Stop::usage(format!("{}: --set: {problem}", args.folder.display()));
-            manifest.check_settings(&settings).map_err(refused)?;
+            manifest.check_settings(&unknown).map_err(refused)?;
         }
         let is_reward = manifest.plugin.kinds.iter().any(|kind| matches!(kind, Kind::Reward | Kind::GroupReward));
         let (mut limits, mut recorded, mut notes) = (PluginLimits::default(), Vec::new(), Vec::new());
