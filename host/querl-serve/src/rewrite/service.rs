@@ -216,13 +216,12 @@ impl RewriteService {
             call.record.note_tenant(&tenant.name);
             return Ok(tenant);
         }
-        let PermittedTenants { mut tenants, has_others } = self.permitted(call.rewriter.as_ref(), &call.headers);
+        let PermittedTenants { mut tenants, has_others } = self.permitted(call.rewriter.as_ref(), &call.headers)?;
         match name {
             None if tenants.len() == 1 => {
                 call.record.note_tenant(&tenants[0].name);
                 Ok(tenants.remove(0))
             }
-            _ if has_others && tenants.is_empty() => Err(unauthorized(&call.headers)),
             Some(name) => {
                 let scope = if has_others { "with this key" } else { "here" };
                 Err(unknown_tenant(param, name, scope, &tenants))
@@ -231,21 +230,20 @@ impl RewriteService {
         }
     }
 
-    fn permitted(&self, rewriter: &dyn Rewriter, headers: &HeaderMap) -> PermittedTenants {
-        let (tenants, others): (Vec<_>, Vec<_>) =
-            rewriter.tenants().into_iter().partition(|tenant| self.permits(tenant, headers));
-        PermittedTenants { tenants, has_others: !others.is_empty() }
-    }
-
     /// The tenants that a client may use by its API key.
     ///
     /// # Errors
     /// Only tenants with other keys are served.
     pub(super) fn check_permitted(&self, headers: &HeaderMap) -> Result<PermittedTenants, ErrorResponse> {
-        let permitted = self.permitted(self.rewriter()?.as_ref(), headers);
-        match permitted.tenants.is_empty() && permitted.has_others {
+        self.permitted(self.rewriter()?.as_ref(), headers)
+    }
+
+    fn permitted(&self, rewriter: &dyn Rewriter, headers: &HeaderMap) -> Result<PermittedTenants, ErrorResponse> {
+        let (tenants, others): (Vec<_>, Vec<_>) =
+            rewriter.tenants().into_iter().partition(|tenant| self.permits(tenant, headers));
+        match tenants.is_empty() && !others.is_empty() {
             true => Err(unauthorized(headers)),
-            false => Ok(permitted),
+            false => Ok(PermittedTenants { tenants, has_others: !others.is_empty() }),
         }
     }
 
