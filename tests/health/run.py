@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Hits and false alarms of the health warnings, on 15 healthy trainings and 15 that are made to fail in a known way.
 
-    tests/health/run.py [--runs DIR] [--out FILE] [--jobs N] [--threads N] [--only PATTERN] [--tasks DIR] [--querl PATH] [--list]
+    tests/health/run.py [--runs DIR] [--out FILE] [--jobs N] [--threads N] [--only PATTERN] [--tasks DIR] [--set KEY=VALUE] [--querl PATH] [--list]
 
 Each run is examples/fivedoctors with other settings, up to the stage `rl`; those with the data and the seed of the example start from one SFT run.
 Each failure names the warnings that it should have; one of them is enough. Warnings are read from what the program prints, which is kept in
@@ -151,6 +151,7 @@ class Program:
         self.runs: Path = options.runs.resolve()
         self.tasks: Path | None = options.tasks and options.tasks.resolve()
         self.threads = options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
+        self.settings = tuple(options.set)
 
     def call(self, log: Path, *arguments: str) -> int:
         """The exit code; stdout and stderr are appended to `log`."""
@@ -158,7 +159,7 @@ class Program:
             return subprocess.run([self.querl, *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=file).returncode
 
     def train(self, config: Path, folder: Path, last: str, settings: tuple[str, ...]) -> int:
-        flags = [part for setting in settings for part in ("--set", setting)]
+        flags = [part for setting in (*self.settings, *settings) for part in ("--set", setting)]
         common = ["--out", str(folder), "--to", last, "--threads", str(self.threads), "--accept-plugin-change"]
         return self.call(folder.with_name(f"{folder.name}.log"), "run", str(config), *common, *flags)
 
@@ -195,7 +196,7 @@ class Program:
         settings = run.settings
         if run.untrained:
             settings += (f"model.path={json.dumps(str(self.untrained_base()))}",)
-        inputs = {"config": str(config), "settings": list(settings)}
+        inputs = {"config": str(config), "settings": [*self.settings, *settings]}
         state = json.loads(state_file.read_text(encoding="utf-8")) if state_file.exists() else {}
         if state.get("inputs") != inputs:
             shutil.rmtree(folder, ignore_errors=True)
@@ -285,6 +286,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0, help="worker threads of each [default: cores / jobs]")
     parser.add_argument("--only", default="", metavar="PATTERN", help="runs whose name has this regular expression")
     parser.add_argument("--tasks", type=Path, help="folder that tests/tasks/run.py --out wrote")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all runs, such as device=cuda:0 and model.dtype=bf16")
     parser.add_argument("--querl", type=Path, default=ROOT / "target/release/querl")
     parser.add_argument("--list", action="store_true", help="print the runs with their settings, and end")
     options = parser.parse_args()
