@@ -696,7 +696,8 @@ async fn an_upstream_that_is_down_or_not_configured_is_an_error_with_a_sentence(
     assert_eq!(status, 404);
     assert_eq!(body["msg"], "no retrieval service is configured; start the server with --upstream URL");
     for wrong in ["127.0.0.1:8000", "ftp://a", "http://", ""] {
-        assert!(Upstream::new(wrong, Duration::from_secs(1)).is_err(), "{wrong}");
+        let error = Upstream::new(wrong, Duration::from_secs(1)).unwrap_err();
+        assert!(error.ends_with("; expected one such as http://127.0.0.1:9000"), "{wrong}: {error}");
     }
 }
 

@@ -59,9 +59,11 @@ impl Upstream {
     /// # Errors
     /// A sentence: it is not an HTTP address, or cannot be called from this machine.
     pub fn new(url: &str, timeout: Duration) -> Result<Self, String> {
-        let parsed = reqwest::Url::parse(url).map_err(|error| format!("`{url}` is not an address: {error}"))?;
+        let expected = "expected one such as http://127.0.0.1:9000";
+        let parsed =
+            reqwest::Url::parse(url).map_err(|error| format!("`{url}` is not an address ({error}); {expected}"))?;
         if !["http", "https"].contains(&parsed.scheme()) || !parsed.has_host() {
-            return Err(format!("`{url}` is not an address; expected http://HOST:PORT or https://HOST"));
+            return Err(format!("`{url}` is not an address that begins with http:// or https://; {expected}"));
         }
         // Fails if a provider is already installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
