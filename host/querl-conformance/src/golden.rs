@@ -146,7 +146,9 @@ pub(crate) fn host_call(mut value: Value) -> Result<HostCall, String> {
     if let Value::Object(fields) = &mut value {
         fields.entry("plugin").or_insert_with(|| "".into());
     }
-    serde_json::from_value(value).map_err(|error| error.to_string())
+    let call = HostCall::deserialize(&value).map_err(|error| error.to_string())?;
+    known_keys(&value, &json!(call), "call")?;
+    Ok(call)
 }
 
 fn read<T: DeserializeOwned>(key: &str, value: &Value) -> Result<T, String> {
@@ -165,19 +167,23 @@ pub(crate) fn ranked(mut hits: Vec<Hit>) -> Vec<Hit> {
 fn known_keys(value: &Value, read: &Value, path: &str) -> Result<(), String> {
     match (value, read) {
         (Value::Object(value), Value::Object(read)) => {
+            // These refuse unknown keys themselves, and are written without what has no value.
+            let is_strict = matches!(path, "episode" | "episode.policy" | "episode.baseline" | "episode.context")
+                || path.starts_with("samples ") && !path.contains('.');
+            let mut known: BTreeSet<&str> = read.keys().map(String::as_str).collect();
+            if path.starts_with("episode.") && path.contains(".hits ") {
+                // Hits of episodes are written without these where they have no value.
+                known.extend(["id", "retrieval_score"]);
+            }
             for (key, value) in value {
-                let Some(known) = read.get(key) else {
-                    // These refuse unknown keys themselves. As hits of episodes, they are written without what says nothing.
-                    let is_strict =
-                        matches!(path, "episode" | "episode.policy" | "episode.baseline" | "episode.context")
-                            || path.starts_with("samples ") && !path.contains('.');
-                    let says_nothing = value.is_null() || value == "";
-                    match is_strict || path.starts_with("episode") && says_nothing {
-                        true => continue,
-                        false => return Err(format!("unknown key `{key}` in `{path}`")),
+                match read.get(key) {
+                    Some(read) => known_keys(value, read, &format!("{path}.{key}"))?,
+                    None if is_strict || known.contains(key.as_str()) => {}
+                    None => {
+                        let known = Vec::from_iter(known).join("`, `");
+                        return Err(format!("unknown key `{key}` in `{path}`, expected one of `{known}`"));
                     }
-                };
-                known_keys(value, known, &format!("{path}.{key}"))?;
+                }
             }
             Ok(())
         }
@@ -542,12 +548,15 @@ mod tests {
 {"episode": {}} | `name` is missing
 {"name": " ", "task": "judge"} | `name` is blank
 {"name": "a"} | expected one of `episode`, `episodes`, `samples`, `task`
-{"name": "a", EPISODE, "expect": {"total": 1}, "note": "x"} | unknown key `note`
+{"name": "a", EPISODE, "expect": {"total": 1}, "note": "x"} | unknown key `note`, expected one of `name`, `settings`, `episode`, `expect`, `calls`
 {"name": "a", EPISODE, "expect": {"totl": 1}} | unknown field `totl`
 {"name": "a", EPISODE, "expect": {"total": 1, "rejected": "x"}} | expected either `total`
 {"name": "a", EPISODE, "expect": {"total": 1, "tolerance": -1}} | `tolerance` is -1; expected 0
 {"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b", "retrieval": {"hits": [{"reranker_score": 2}]}}, "baseline": {"rewrite": "c"}}, "expect": {"total": 1}} | `reranker_score` of policy hit 1 is 2; expected 0 to 1
-{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b", "retrieval": {"hits": [{"reranker_score": 1, "txt": "x"}]}}, "baseline": {"rewrite": "c"}}, "expect": {"total": 1}} | unknown key `txt` in `episode.policy.retrieval.hits 1`
+{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b", "retrieval": {"hits": [{"reranker_score": 1, "txt": "x"}]}}, "baseline": {"rewrite": "c"}}, "expect": {"total": 1}} | unknown key `txt` in `episode.policy.retrieval.hits 1`, expected one of `id`, `rank`, `reranker_score`, `retrieval_score`, `text`
+{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b", "retrieval": {"hits": [{"reranker_score": 1, "txt": ""}]}}}, "expect": {"total": 1}} | unknown key `txt` in
+{"name": "a", "episode": {"query": "a", "policy": {"judgement": {"scored": {"score": 1, "why": "x"}}}}, "expect": {"total": 1}} | unknown key `why` in `episode.policy.judgement.scored`, expected one of `reason`, `score`
+{"name": "a", EPISODE, "expect": {"total": 1}, "calls": [{"request": {"ask_judge": [{"role": "user", "content": "a", "name": "b"}]}, "response": {"Ok": {"text": "4"}}}]} | `calls` 1: unknown key `name` in `call.request.ask_judge 1`, expected one of `content`, `role`
 {"name": "a", "samples": [], "expect": ["keep"]} | `expect` has 1 verdicts for 0 samples
 {"name": "a", "task": "rewrite", "input": {"query": "a"}, "expect": {}} | `task`: unknown variant `rewrite`
 {"name": "a", "task": "judge", "input": {"query": "a"}, "expect": {}} | `input.rewrite` is there for the task `judge`

@@ -45,7 +45,8 @@ fn guests_give_the_totals_that_they_gave() {
     let totals: BTreeMap<String, f64> = serde_json::from_str(&text).unwrap();
     let host =
         PluginHost::new(HostOptions { compiler: Compiler::InProcessWithoutLimits, ..HostOptions::default() }).unwrap();
-    let hit = Hit { id: "kb-1".into(), text: "每日两粒".into(), reranker_score: 0.9, rank: 1, ..Hit::default() };
+    let hit =
+        Hit { id: "kb-1".into(), text: "每日两粒".into(), reranker_score: 0.9, retrieval_score: None, rank: 1 };
     let candidate =
         || Candidate { rewrite: "7".into(), retrieval: Some(Ok(vec![hit.clone()])), ..Candidate::default() };
     let episode = Episode {

@@ -154,7 +154,14 @@ async fn prometheus(State(service): State<Arc<RewriteService>>) -> Response {
 }
 
 async fn unknown_route(uri: Uri) -> Response {
-    let what = format!("there is nothing at `{}`; use /v1/rewrite, or read /docs", uri.path());
+    let path = uri.path();
+    // Of a client of OpenAI's API whose base URL lacks `/v1`, or has it twice or with the path of a route.
+    let is_of_openai = ["/chat/completions", "/models"].iter().any(|route| path.contains(route));
+    let remedy = match is_of_openai {
+        true => "the base URL of an OpenAI client is the server's address and `/v1`, such as http://127.0.0.1:8000/v1",
+        false => "use /v1/rewrite, or read /docs",
+    };
+    let what = format!("there is nothing at `{path}`; {remedy}");
     ErrorResponse::not_found(what).into_body(ErrorForm::OpenAi)
 }
 

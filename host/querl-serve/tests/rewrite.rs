@@ -238,7 +238,19 @@ async fn rejected_requests_get_a_message() {
     let full = server.post("/v1/rewrite", &json!({"query": "busy"})).send().await.unwrap();
     assert_eq!(header(&full, "retry-after"), Some("1"));
     assert_eq!(server.get("/v1/rewrite").await.0, 405);
-    assert_eq!(server.get("/nowhere").await.0, 404);
+    let (status, nowhere) = server.get("/nowhere").await;
+    assert!(status == 404 && nowhere.contains("use /v1/rewrite, or read /docs"), "{nowhere}");
+    // Symptom: the error of a client with a wrong base URL did not name the right one.
+    let chat = json!({"model": "shop", "messages": []});
+    for path in ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/chat/completions"] {
+        let (status, answer) = server.asked(path, chat.clone()).await;
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(status == 404 && message.ends_with("such as http://127.0.0.1:8000/v1"), "{path}: {message}");
+    }
+    for path in ["/models", "/v1/v1/models"] {
+        let (status, answer) = server.get(path).await;
+        assert!(status == 404 && answer.contains("such as http://127.0.0.1:8000/v1"), "{path}: {answer}");
+    }
     let n_submitted = server.rewriter.n_submitted.load(Ordering::Relaxed);
     server.rewriter.is_full.store(true, Ordering::Relaxed);
     assert_eq!(server.asked("/v1/rewrite", json!({"query": "a"})).await.0, 429);
@@ -696,7 +708,8 @@ async fn an_upstream_that_is_down_or_not_configured_is_an_error_with_a_sentence(
     assert_eq!(status, 404);
     assert_eq!(body["msg"], "no retrieval service is configured; start the server with --upstream URL");
     for wrong in ["127.0.0.1:8000", "ftp://a", "http://", ""] {
-        assert!(Upstream::new(wrong, Duration::from_secs(1)).is_err(), "{wrong}");
+        let error = Upstream::new(wrong, Duration::from_secs(1)).unwrap_err();
+        assert!(error.ends_with("; expected one such as http://127.0.0.1:9000"), "{wrong}: {error}");
     }
 }
 

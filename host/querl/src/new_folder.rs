@@ -6,9 +6,12 @@ use std::path::Path;
 
 /// Calls `write` with a temporary folder next to `out`, and moves it to `out`, which must be new or empty.
 pub(crate) fn write_folder<T>(out: &Path, write: impl FnOnce(&Path) -> anyhow::Result<T>) -> anyhow::Result<T> {
-    let is_taken = out.is_file() || out.read_dir().is_ok_and(|mut entries| entries.next().is_some());
-    if is_taken {
-        return Err(usage(format!("{}: is not empty; name a new folder", out.display())).into());
+    let problem = match out.is_file() {
+        true => Some("is a file"),
+        false => out.read_dir().is_ok_and(|mut entries| entries.next().is_some()).then_some("is not empty"),
+    };
+    if let Some(problem) = problem {
+        return Err(usage(format!("{}: {problem}; name a new folder", out.display())).into());
     }
     let unwritable = || format!("{}: cannot be written", out.display());
     let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));

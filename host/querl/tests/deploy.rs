@@ -143,7 +143,8 @@ fn what_cannot_be_deployed_is_refused_and_leaves_nothing() {
         assert!(left.into_iter().all(|name| !name.to_string_lossy().starts_with(".querl-")), "{message}");
         message
     };
-    assert!(refused(&["run", "--out", "other"]).contains("other: is not empty; name a new folder"));
+    assert_eq!(refused(&["run", "--out", "other"]), "other: is not empty; name a new folder");
+    assert_eq!(refused(&["run", "--out", "querl.toml"]), "querl.toml: is a file; name a new folder");
     assert!(refused(&["model", "--out", "new"]).contains("not a run's folder"));
     // After full fine-tuning a run has a base of its own.
     let whole = ["--to", "sft", "--out", "whole", "--set", "tenant=whole", "--set", "sft.method=full"];

@@ -178,9 +178,11 @@ fn a_run_begins_with_a_summary_of_the_plan() {
     let project = Project::new();
     let first = project.querl(&["run", "querl.toml", "--to", "validate"]).ok();
     let (before, _) = first.stderr.split_once("rewrite: running").unwrap();
-    let summary: Vec<&str> = before.lines().filter(|line| line.contains("INFO ")).collect();
+    let summary: Vec<&str> = before.lines().filter(|line| line.contains(" plan: ")).collect();
     assert!((3..=6).contains(&summary.len()), "{first:#?}");
-    assert!(summary[0].contains("40 queries of ") && summary[2].contains("standard error"), "{first:#?}");
+    // Symptom: advice that a gain is less likely had the level INFO and the mark `!`.
+    assert!(summary[0].contains("WARN plan: data: 40 queries of "), "{first:#?}");
+    assert!(summary[2].contains("WARN plan: test: standard error"), "{first:#?}");
     let quiet = project.querl(&["run", "querl.toml", "--to", "validate", "-q"]).ok();
     assert_eq!(quiet.stderr, "");
 }

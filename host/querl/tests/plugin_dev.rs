@@ -278,6 +278,22 @@ fn plugin_without_episodes_or_of_another_kind_is_explained() {
 }
 
 #[test]
+fn a_path_that_is_no_plugin_folder_is_refused_with_the_command_that_makes_one() {
+    let project = Project::new();
+    project.write("file.txt", "");
+    std::fs::create_dir(project.path("empty")).unwrap();
+    let remedy = "`querl plugin new NAME --kind reward --lang python` makes one";
+    for command in ["dev", "build", "pack"] {
+        let refused = |path: &str| project.refusal(&["plugin", command, path], 2);
+        assert_eq!(refused("nowhere"), format!("nowhere: there is no such folder; {remedy}"));
+        let expected = format!("file.txt: is a file; expected a plugin's source folder; {remedy}");
+        assert_eq!(refused("file.txt"), expected);
+    }
+    let empty = project.refusal(&["plugin", "dev", "empty"], 2);
+    assert_eq!(empty, "empty: the folder holds no plugin.toml; `querl plugin new` makes one to start from");
+}
+
+#[test]
 fn doctor_names_each_tool_with_its_version_or_the_command_that_installs_it() {
     let project = project("python");
     let said = project.querl(&["plugin", "doctor", "length", "--json"]);

@@ -12,7 +12,7 @@ fn run_makes_everything_then_skips_what_is_finished_and_redoes_what_changed() {
     let project = Project::new();
     let first = project.querl(&["run", "querl.toml"]).ok();
     for stage in ["rewrite", "validate", "convert", "sft", "rl", "eval"] {
-        assert!(first.stderr.contains(&format!("{stage}: running (not run yet)\n")), "{first:#?}");
+        assert!(first.stderr.contains(&format!("{stage}: running (no earlier result)\n")), "{first:#?}");
         assert!(first.stderr.contains(&format!("{stage}: done in ")), "{first:#?}");
     }
     assert!(first.stdout.contains("teacher") && first.stdout.contains("rl - sft"), "{first:#?}");

@@ -332,6 +332,11 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
     let open = project.querl(&["serve", "rewrite", "run", "--addr", "192.0.2.1:8000"]);
     let warning = "192.0.2.1: other machines may reach this address, and no key is required of tenant `fivedoctors`;";
     assert!(open.code == Some(2) && open.stderr.contains(warning), "{open:#?}");
+    for address in ["localhost:8000", "8000"] {
+        let wrong = project.querl(&["serve", "style", "--addr", address]);
+        let expected = "expected an IP address and a port, such as 127.0.0.1:8000";
+        assert!(wrong.code == Some(2) && wrong.stderr.contains(expected), "{wrong:#?}");
+    }
     std::fs::create_dir(project.path("empty")).unwrap();
     assert!(serve(&["empty"]).contains("empty: not a run's folder"));
     assert!(serve(&["run", "--upstream", "ftp://x"]).starts_with("--upstream: "));

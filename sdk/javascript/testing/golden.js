@@ -23,6 +23,19 @@ const KIND_OF = {
   dialogue: "style-scorer",
 };
 
+const SCORE = ["total", "tolerance", "components", "rejected"];
+
+/** By form of a case: the keys of what is expected. */
+const EXPECT = {
+  episode: SCORE,
+  episodes: SCORE,
+  samples: ["drop"],
+  task: ["contains", "messages"],
+  parse_rewrite: ["rewrite", "rejected"],
+  parse_judgement: ["score", "reason", "rejected"],
+  dialogue: SCORE,
+};
+
 const WITH_CALLS = ["episode", "episodes", "samples"];
 
 export function readGolden(folder) {
@@ -62,6 +75,9 @@ function goldenCase(place, value) {
       expect: fields.take("expect"),
     };
     fields.end();
+    for (const each of [read.expect].flat()) {
+      if (each !== "keep") form.whole(each, "expect", (fields) => fields.known(...EXPECT[about]));
+    }
     return read;
   } catch (error) {
     throw new TypeError(`${place}: ${error.message}`);

@@ -14,6 +14,7 @@ export class Fields {
       throw new TypeError(`\`${place}\` is ${JSON.stringify(value)}; expected an object`);
     }
     this.left = { ...value };
+    this.taken = [];
     this.place = place;
   }
 
@@ -27,6 +28,7 @@ export class Fields {
   }
 
   optional(key, fallback) {
+    this.taken.push(key);
     const value = this.left[key];
     delete this.left[key];
     return value ?? fallback;
@@ -39,12 +41,15 @@ export class Fields {
   }
 
   end() {
-    for (const key of Object.keys(this.left)) throw new TypeError(`unknown key \`${key}\` in \`${this.place}\``);
+    const known = this.taken.join("`, `");
+    for (const key of Object.keys(this.left)) {
+      throw new TypeError(`unknown key \`${key}\` in \`${this.place}\`, expected one of \`${known}\``);
+    }
   }
 }
 
 /** Reads an object: `fields` are for `read` to take, all of them. */
-function whole(value, place, read) {
+export function whole(value, place, read) {
   const fields = new Fields(value, place);
   const result = read(fields);
   fields.end();

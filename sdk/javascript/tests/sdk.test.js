@@ -94,6 +94,9 @@ test("golden cases pass and a wrong one is named with what came back", () => {
   assert.throws(() => checkGolden(reward, folderWith("a.jsonl", right, wrong)), /a.jsonl:2 `四个字`: expected .*0.5.*; returned .*0.4/);
   const odd = { ...GOLDEN, expekt: {} };
   assert.throws(() => checkGolden(reward, folderWith("a.jsonl", odd)), /a.jsonl:1: `expect` is missing in `case`/);
+  const misspelt = { ...GOLDEN, expect: { total: 0.5, totl: 1 } };
+  const unknown = /a.jsonl:1: unknown key `totl` in `expect`, expected one of `total`, `tolerance`, /;
+  assert.throws(() => checkGolden(reward, folderWith("a.jsonl", misspelt)), unknown);
 });
 
 test("golden cases have the results of host functions", () => {

@@ -205,7 +205,9 @@ class TestTesting(unittest.TestCase):
         wrong = {**GOLDEN, "expect": {"total": 0.5}}
         with self.assertRaisesRegex(AssertionError, r"a.jsonl:2 `四个字`: expected .*0\.5.*; returned .*0\.4"):
             check_golden(Length, folder_with("a.jsonl", right, wrong))
-        with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `polcy` in `episode`"):
+        with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `totl` in `expect`, expected one of `total`, `tolerance`, "):
+            check_golden(Length, folder_with("a.jsonl", {**GOLDEN, "expect": {"total": 0.5, "totl": 1}}))
+        with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `polcy` in `episode`, expected one of `id`, "):
             odd = {**right, "episode": {**right["episode"], "polcy": {}}}
             check_golden(Length, folder_with("a.jsonl", odd))
         group = {"name": "g", "episodes": [{"query": "a", "policy": {"rewrite": text}} for text in ["x", "x", ""]]}

@@ -1,7 +1,7 @@
 //! Golden cases of real plugins, sent to a host under test.
 
 use super::{Session, client::Reply};
-use crate::golden::{host_call, prompt_task, ranked};
+use crate::golden::{HostTypes, host_call, prompt_task, ranked};
 use crate::section::{CheckResult, Violation};
 use querl_bundle::Bundle;
 use querl_core::episodes;
@@ -74,7 +74,8 @@ fn files_in(folder: &Path, extension: &str) -> Result<Vec<PathBuf>, String> {
     Ok(paths)
 }
 
-/// Golden cases as JSON. `FORMAT` is that of the episodes: 2 for plugins of contract 0.1, 3 for those of 0.2.
+/// Golden cases as JSON, with the checks of `querl plugin test`. `FORMAT` is that of the episodes: 2 for plugins of contract 0.1, 3 for
+/// those of 0.2.
 struct JsonTypes<const FORMAT: u32>;
 
 type Body<const FORMAT: u32> = GoldenBody<JsonTypes<FORMAT>>;
@@ -92,6 +93,7 @@ impl<const FORMAT: u32> GoldenTypes for JsonTypes<FORMAT> {
     }
 
     fn episode(value: Value) -> Result<Value, String> {
+        HostTypes::episode(value.clone())?;
         // As a line of a record, which completes what a case may leave out.
         let line = json!({"format": FORMAT, "episode": value}).to_string();
         let read = episodes::parse(line.as_bytes(), 1)?.ok_or("`episode` is blank")?;
@@ -99,15 +101,18 @@ impl<const FORMAT: u32> GoldenTypes for JsonTypes<FORMAT> {
     }
 
     fn samples(value: Value) -> Result<Vec<Value>, String> {
+        HostTypes::samples(value.clone())?;
         let samples = value.as_array().cloned().unwrap_or_default();
         samples.into_iter().map(sample).collect()
     }
 
     fn input(value: Value) -> Result<Value, String> {
+        HostTypes::input(value.clone())?;
         Ok(present(value))
     }
 
     fn dialogue(value: Value) -> Result<Value, String> {
+        HostTypes::dialogue(value.clone())?;
         Ok(value)
     }
 

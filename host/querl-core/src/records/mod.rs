@@ -147,7 +147,7 @@ impl Completion {
 }
 
 /// One retrieved passage.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Hit {
     /// Passage id; empty if the service sends none.
     #[serde(default)]

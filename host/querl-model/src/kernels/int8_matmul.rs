@@ -119,7 +119,7 @@ pub(super) fn forward(level: SimdLevel, weight: &Packed, x: &Int8Rows, y: &mut [
             let rows = first..(chunk + 1) * n_rows / n_chunks;
             // SAFETY: the processor has the instructions; by the assertion the rows are those of `x` and `y`; the panel is one of the
             // weight, and blocks of different tasks do not overlap.
-            unsafe { vnni::panel(weight, panel, x, rows, &out, keep) };
+            unsafe { vnni::panel(weight, panel, x, rows, &out) };
         };
         match n_rows * weight.n_out * weight.n_in < SERIAL_WORK {
             true => (0..n_panels * n_chunks).for_each(run),
@@ -167,6 +167,9 @@ mod vnni {
         c_row: usize,
         /// Columns of `c` that exist.
         n_cols: usize,
+        /// What the sums begin with, times `keep`.
+        from: *const f32,
+        from_row: usize,
         keep: f32,
         prefetches: bool,
     }
@@ -177,18 +180,12 @@ mod vnni {
     /// `weight` is int8 and has the panel; `x` has the rows and the weight's inputs; `out` has as many rows of the weight's outputs, and no other
     /// thread touches these columns of them. The processor has AVX-512 with VNNI.
     #[target_feature(enable = "avx512f,avx512vnni")]
-    pub(super) unsafe fn panel(
-        weight: &Packed,
-        panel: usize,
-        x: &Int8Rows,
-        rows: Range<usize>,
-        out: &Output<'_>,
-        keep: f32,
-    ) {
+    pub(super) unsafe fn panel(weight: &Packed, panel: usize, x: &Int8Rows, rows: Range<usize>, out: &Output<'_>) {
         let (codes, weight_scales) = weight.int8_panel(panel);
         let (n_groups, first) = (x.n_in.div_ceil(GROUP), panel * WIDTH);
         let mut row = rows.start;
         while row < rows.end {
+            let (from, from_row, keep) = out.beginning(row, first, weight.n_out);
             let part = Tile {
                 weight: codes.as_ptr(),
                 weight_scales: weight_scales.as_ptr(),
@@ -200,6 +197,8 @@ mod vnni {
                 c: out.values.wrapping_add(row * weight.n_out + first),
                 c_row: weight.n_out,
                 n_cols: (weight.n_out - first).min(WIDTH),
+                from,
+                from_row,
                 keep,
                 prefetches: row == rows.start,
             };
@@ -227,11 +226,11 @@ mod vnni {
     /// The pointers have M rows as [`Tile`] says.
     #[target_feature(enable = "avx512f,avx512vnni")]
     unsafe fn tile<const M: usize>(tile: &Tile) {
-        let Tile { mut weight, weight_scales, codes, stride, scales, starts, n_in, c, c_row, n_cols, keep, prefetches } =
-            *tile;
+        let Tile { mut weight, weight_scales, codes, stride, scales, starts, n_in, c, c_row, n_cols, .. } = *tile;
+        let Tile { from, from_row, keep, prefetches, .. } = *tile;
         let n_groups = n_in.div_ceil(GROUP);
         // SAFETY: the columns of M rows that exist are there.
-        let mut sums: [[__m512; VECTORS]; M] = unsafe { load_sums(c, c_row, n_cols, keep) };
+        let mut sums: [[__m512; VECTORS]; M] = unsafe { load_sums(from, from_row, n_cols, keep) };
         for group in 0..n_groups {
             let mut integers = [[_mm512_setzero_si512(); VECTORS]; M];
             for (m, integers) in integers.iter_mut().enumerate() {

@@ -731,7 +731,8 @@ mod tests {
         let (shop, row) = (Shop::default(), query("a"));
         let services = Services { rewards: length_alone(), ..shop.services() }.read_by_rewards();
         let missing = Baseline::Missing(CallFailure { kind: FailureKind::Timeout, message: "late".into() });
-        let hits = Some(vec![Hit { rank: 1, reranker_score: 0.5, ..Hit::default() }]);
+        let (id, text) = (String::new(), String::new());
+        let hits = Some(vec![Hit { id, text, reranker_score: 0.5, retrieval_score: None, rank: 1 }]);
         let known = Baseline::Rewritten { rewrite: "poor".into(), hits: hits.clone(), cost: None, latency_ms: None };
         let requests = [request(&row, "broken", missing), request(&row, "good", known)];
         let scored = shop.scorer_with(services).score(&requests).unwrap().scored;

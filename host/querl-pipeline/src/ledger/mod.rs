@@ -226,7 +226,7 @@ pub(crate) fn decide(
     outputs: &[PathBuf],
     keeps_rows: impl Fn(&str) -> bool,
 ) -> Decision {
-    let Some(entry) = entry else { return Decision::StartOver("not run yet".into()) };
+    let Some(entry) = entry else { return Decision::StartOver("no earlier result".into()) };
     let changed = inputs.changed_since(&entry.inputs);
     if !changed.is_empty() {
         let reason = format!("{} changed", listing(&changed));
@@ -382,7 +382,7 @@ mod tests {
         assert_eq!(redo(Some(&known), &now, &[]), Decision::StartOver("sft.epochs changed".into()));
         let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "bb"), ("new", "1")]);
         assert_eq!(redo(Some(&known), &now, &[]), Decision::StartOver("new, sft.epochs and 1 more changed".into()));
-        assert_eq!(redo(None, &now, &[]), Decision::StartOver("not run yet".into()));
+        assert_eq!(redo(None, &now, &[]), Decision::StartOver("no earlier result".into()));
     }
 
     #[test]

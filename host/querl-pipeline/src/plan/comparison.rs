@@ -126,7 +126,8 @@ mod tests {
     use querl_core::records::Hit;
 
     fn row(group: &str, raw_hits: bool, teacher_hits: bool) -> LookedUpRow {
-        let hit = |id: &str| Hit { id: id.into(), reranker_score: 0.5, rank: 1, ..Hit::default() };
+        let hit =
+            |id: &str| Hit { id: id.into(), text: String::new(), reranker_score: 0.5, retrieval_score: None, rank: 1 };
         let lookup = |is_hit: bool| Lookup { hits: vec![hit(if is_hit { "g" } else { "x" })], deep_rank: None };
         let (raw, teacher) = (lookup(raw_hits), lookup(teacher_hits));
         LookedUpRow {

@@ -350,7 +350,13 @@ mod tests {
     use super::*;
 
     fn hits(ids: &[&str], score: f64) -> Vec<Hit> {
-        let hit = |(rank, id): (u32, &&str)| Hit { id: (*id).into(), reranker_score: score, rank, ..Hit::default() };
+        let hit = |(rank, id): (u32, &&str)| Hit {
+            id: (*id).into(),
+            text: String::new(),
+            reranker_score: score,
+            retrieval_score: None,
+            rank,
+        };
         (1..).zip(ids).map(hit).collect()
     }
 

@@ -263,10 +263,13 @@ pub fn summary(config: &Config) -> anyhow::Result<Vec<Advice>> {
     Ok(advice)
 }
 
-/// Logs the [`summary`]. Errors are ignored here, since the stages report them.
+/// Logs the [`summary`]: as a warning what makes a gain less likely. Errors are ignored here, since the stages report them.
 pub fn log_summary(config: &Config) {
     match summary(config) {
-        Ok(advice) => advice.iter().for_each(|advice| tracing::info!("{}", advice.line())),
+        Ok(advice) => advice.iter().for_each(|Advice { topic, level, finding, action }| match level {
+            Level::Ok | Level::Unknown => tracing::info!("plan: {topic}: {finding}; {action}"),
+            Level::Weak | Level::Bad => tracing::warn!("plan: {topic}: {finding}; {action}"),
+        }),
         Err(error) => tracing::debug!("no summary of the plan: {error:#}"),
     }
 }

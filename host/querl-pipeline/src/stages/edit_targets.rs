@@ -167,7 +167,13 @@ mod tests {
     fn hits(text: &str) -> Vec<Hit> {
         let rank = text.chars().rev().find_map(|character| character.to_digit(10)).unwrap_or(9) as usize;
         let id = |position| if position == rank { "gold" } else { "other" };
-        let hit = |position| Hit { id: id(position).into(), reranker_score: 0.5, rank: 1, ..Hit::default() };
+        let hit = |position| Hit {
+            id: id(position).into(),
+            text: String::new(),
+            reranker_score: 0.5,
+            retrieval_score: None,
+            rank: 1,
+        };
         (1..=5).map(hit).collect()
     }
 

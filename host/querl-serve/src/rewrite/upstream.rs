@@ -59,9 +59,11 @@ impl Upstream {
     /// # Errors
     /// A sentence: it is not an HTTP address, or cannot be called from this machine.
     pub fn new(url: &str, timeout: Duration) -> Result<Self, String> {
-        let parsed = reqwest::Url::parse(url).map_err(|error| format!("`{url}` is not an address: {error}"))?;
+        let expected = "expected one such as http://127.0.0.1:9000";
+        let parsed =
+            reqwest::Url::parse(url).map_err(|error| format!("`{url}` is not an address ({error}); {expected}"))?;
         if !["http", "https"].contains(&parsed.scheme()) || !parsed.has_host() {
-            return Err(format!("`{url}` is not an address; expected http://HOST:PORT or https://HOST"));
+            return Err(format!("`{url}` is not an address that begins with http:// or https://; {expected}"));
         }
         // Fails if a provider is already installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -107,23 +109,32 @@ impl Upstream {
             }
             Ok(response) => Ok(response),
             Err(error) => {
-                let (is_timeout, is_connect) = (error.is_timeout(), error.is_connect());
-                // The address and the reason are for the operator's log alone.
-                let cause = match (is_timeout, is_connect) {
-                    (true, true) => format!("no connection within {} s", CONNECT_TIMEOUT.as_secs()),
-                    (true, false) => format!("no response within {} s", self.timeout.as_secs_f64()),
-                    (false, _) => root_cause(&error.without_url()),
-                };
+                // The address and the cause are for the operator's log alone.
+                let (status, what, cause) = self.failure(error);
                 self.failures.warn(&self.url, FAILED, &cause);
-                Err(match is_timeout {
-                    true => failed(StatusCode::GATEWAY_TIMEOUT, "did not respond in time"),
-                    false if is_connect => {
-                        failed(StatusCode::BAD_GATEWAY, "cannot be reached; the server's log says why")
-                    }
-                    false => {
-                        failed(StatusCode::BAD_GATEWAY, "sent no complete HTTP response; the server's log says why")
-                    }
-                })
+                Err(failed(status, what))
+            }
+        }
+    }
+
+    /// Status and message of the response to the client, and the cause for the log.
+    fn failure(&self, error: reqwest::Error) -> (StatusCode, &'static str, String) {
+        let late = "did not respond in time";
+        match (error.is_timeout(), error.is_connect()) {
+            (true, true) => {
+                let cause = format!("no connection within {} s", CONNECT_TIMEOUT.as_secs());
+                (StatusCode::GATEWAY_TIMEOUT, late, cause)
+            }
+            (true, false) => {
+                let cause = format!("no response within {} s", self.timeout.as_secs_f64());
+                (StatusCode::GATEWAY_TIMEOUT, late, cause)
+            }
+            (false, is_connect) => {
+                let what = match is_connect {
+                    true => "cannot be reached; the server's log says why",
+                    false => "sent no complete HTTP response; the server's log says why",
+                };
+                (StatusCode::BAD_GATEWAY, what, root_cause(&error.without_url()))
             }
         }
     }

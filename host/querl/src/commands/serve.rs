@@ -95,7 +95,7 @@ struct StyleArgs {
 #[command(rename_all = "snake_case")]
 struct ListenArgs {
     /// Where to listen; port 0 takes a free one
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8000")]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8000", value_parser = listen_address)]
     addr: SocketAddr,
     /// The environment variable that holds the key that clients must send as `Authorization: Bearer KEY`
     #[arg(long, visible_alias = "api-key-env", value_name = "NAME")]
@@ -384,6 +384,10 @@ fn check_keys(args: &RewriteArgs, tenants: &[String]) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+fn listen_address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| "expected an IP address and a port, such as 127.0.0.1:8000".to_owned())
 }
 
 fn tenant_key(text: &str) -> Result<(String, String), String> {

@@ -28,6 +28,16 @@ _ABOUT = {
     "parse_judgement": Prompt,
     "dialogue": StyleScorer,
 }
+_SCORE = ("total", "tolerance", "components", "rejected")
+_EXPECT: dict[str, tuple[str, ...]] = {
+    "episode": _SCORE,
+    "episodes": _SCORE,
+    "samples": ("drop",),
+    "task": ("contains", "messages"),
+    "parse_rewrite": ("rewrite", "rejected"),
+    "parse_judgement": ("score", "reason", "rejected"),
+    "dialogue": _SCORE,
+}
 
 
 @dataclass
@@ -92,9 +102,19 @@ def _case(place: str, value: Any) -> GoldenCase:
             expect=fields.take("expect"),
         )
         fields.end()
+        _check_expect(about, case.expect)
     except (ValueError, KeyError) as error:
         raise ValueError(f"{place}: {error}") from None
     return case
+
+
+def _check_expect(about: str, value: Any) -> None:
+    """Refuses unknown keys of what is expected."""
+    for each in value if isinstance(value, list) else [value]:
+        if each != "keep":
+            fields = json_form.Fields(each, "expect")
+            fields.known(*_EXPECT[about])
+            fields.end()
 
 
 def _sent(about: str, value: Any, name: str) -> Any:

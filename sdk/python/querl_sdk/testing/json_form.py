@@ -22,6 +22,7 @@ class Fields:
         if not isinstance(value, dict):
             raise ValueError(f"`{place}` is {json.dumps(value, ensure_ascii=False)}; expected an object")
         self._left = dict(value)
+        self._taken: list[str] = []
         self._place = place
 
     def __contains__(self, key: str) -> bool:
@@ -29,12 +30,14 @@ class Fields:
 
     def take(self, key: str) -> Any:
         """The value under `key`, which has to be there."""
+        self._taken.append(key)
         if key not in self._left:
             raise ValueError(f"`{key}` is missing in `{self._place}`")
         return self._left.pop(key)
 
     def optional(self, key: str, default: Any = None) -> Any:
         """The value under `key`, or `default`."""
+        self._taken.append(key)
         value = self._left.pop(key, None)
         return default if value is None else value
 
@@ -45,7 +48,8 @@ class Fields:
     def end(self) -> None:
         """Every key was taken."""
         for key in self._left:
-            raise ValueError(f"unknown key `{key}` in `{self._place}`")
+            known = "`, `".join(self._taken)
+            raise ValueError(f"unknown key `{key}` in `{self._place}`, expected one of `{known}`")
 
 
 def lines(path: Path) -> Iterator[tuple[str, Any]]:

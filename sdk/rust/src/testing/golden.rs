@@ -450,7 +450,10 @@ mod tests {
             assert!(error.starts_with(expected), "{error}");
         }
         let style = r#"{"name": "a", "dialogue": {"turns": [{"role": "assistant", "content": "在"}]}, "calls": [], "expect": {"total": 1}}"#;
-        assert_eq!(one(style).err().unwrap(), "unknown key `calls`");
+        assert_eq!(
+            one(style).err().unwrap(),
+            "unknown key `calls`, expected one of `name`, `settings`, `dialogue`, `style_model`, `expect`"
+        );
     }
 
     #[test]

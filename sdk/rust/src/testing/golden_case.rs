@@ -274,23 +274,28 @@ pub fn parse<T: GoldenTypes>(text: &str, file: &str) -> Vec<(String, Result<Gold
     lines.map(|(line, number)| (format!("{file}:{number}"), parse_case(line))).collect()
 }
 
-/// The keys of a line that are not read yet.
-struct Fields(Map<String, Value>);
+/// The keys of a line.
+struct Fields {
+    unread: Map<String, Value>,
+    /// Keys that were asked for.
+    known: Vec<&'static str>,
+}
 
 impl Fields {
-    fn take<V: DeserializeOwned>(&mut self, key: &str) -> Result<V, String> {
+    fn take<V: DeserializeOwned>(&mut self, key: &'static str) -> Result<V, String> {
         self.optional(key)?.ok_or_else(|| format!("`{key}` is missing"))
     }
 
-    fn optional<V: DeserializeOwned>(&mut self, key: &str) -> Result<Option<V>, String> {
-        let Some(value) = self.0.remove(key) else { return Ok(None) };
+    fn optional<V: DeserializeOwned>(&mut self, key: &'static str) -> Result<Option<V>, String> {
+        self.known.push(key);
+        let Some(value) = self.unread.remove(key) else { return Ok(None) };
         serde_json::from_value(value).map(Some).map_err(|error| format!("`{key}`: {error}"))
     }
 }
 
 fn parse_case<T: GoldenTypes>(line: &str) -> Result<GoldenCase<T>, String> {
-    let object = serde_json::from_str(line).map_err(|error| format!("not a JSON object: {error}"))?;
-    let mut fields = Fields(object);
+    let unread = serde_json::from_str(line).map_err(|error| format!("not a JSON object: {error}"))?;
+    let mut fields = Fields { unread, known: Vec::new() };
     let name: String = fields.take("name")?;
     if name.trim().is_empty() {
         return Err("`name` is blank; expected what the case shows".into());
@@ -301,8 +306,8 @@ fn parse_case<T: GoldenTypes>(line: &str) -> Result<GoldenCase<T>, String> {
         GoldenBody::Reward(..) | GoldenBody::Group(..) | GoldenBody::Filter(..) => calls::<T>(&mut fields)?,
         _ => Vec::new(),
     };
-    match fields.0.keys().next() {
-        Some(key) => Err(format!("unknown key `{key}`")),
+    match fields.unread.keys().next() {
+        Some(key) => Err(format!("unknown key `{key}`, expected one of `{}`", fields.known.join("`, `"))),
         None => Ok(GoldenCase { name, settings, calls, body }),
     }
 }
@@ -314,7 +319,7 @@ fn calls<T: GoldenTypes>(fields: &mut Fields) -> Result<Vec<T::Call>, String> {
 }
 
 fn body<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>, String> {
-    let has = |key: &str| fields.0.contains_key(key);
+    let has = |key: &str| fields.unread.contains_key(key);
     match () {
         () if has("episode") => {
             let episode = T::episode(with_id(fields.take("episode")?, name))?;

@@ -79,14 +79,14 @@ impl<'a> Output<'a> {
         }
     }
 
-    /// Initial values of a block's sums, the stride of their rows, and the factor on them.
-    fn beginning(&self, block: &Rectangle, n_cols: usize) -> (*const f32, usize, f32) {
-        let at = block.rows.start * n_cols + block.cols.start;
+    /// Initial values of the sums of a block that begins at `row` and `col`, the stride of their rows, and the factor on them.
+    pub(super) fn beginning(&self, row: usize, col: usize, n_cols: usize) -> (*const f32, usize, f32) {
+        let at = row * n_cols + col;
         match self.start {
             Start::Zero => (self.values, n_cols, 0.0),
             Start::Itself(keep) => (self.values.wrapping_add(at), n_cols, keep),
             Start::Matrix(values) => (values.as_ptr().wrapping_add(at), n_cols, 1.0),
-            Start::Row(values) => (values.as_ptr().wrapping_add(block.cols.start), 0, 1.0),
+            Start::Row(values) => (values.as_ptr().wrapping_add(col), 0, 1.0),
         }
     }
 }
@@ -288,8 +288,10 @@ impl Term<'_> {
         // A sum of no steps is what it begins with.
         for start in (0..n_steps.max(1)).step_by(STEPS) {
             let steps = start..(start + STEPS).min(n_steps);
-            let (from, from_row, keep) =
-                if start == 0 { out.beginning(block, n_cols) } else { (c.cast_const(), n_cols, 1.0) };
+            let (from, from_row, keep) = match start {
+                0 => out.beginning(block.rows.start, block.cols.start, n_cols),
+                _ => (c.cast_const(), n_cols, 1.0),
+            };
             let slab = match direction {
                 _ if steps.is_empty() => scratch.slab(),
                 Direction::Forward => self.weight.outputs_slab(level, block.cols.start, steps.clone(), scratch),

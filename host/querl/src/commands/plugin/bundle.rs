@@ -40,9 +40,7 @@ pub struct PackArgs {
 /// same folder gives the same bytes.
 pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
     let folder = &args.folder;
-    if !folder.is_dir() {
-        return Err(Stop::usage(format!("{}: expected a plugin's folder", folder.display())).into());
-    }
+    super::check_folder(folder)?;
     let key = args.sign.as_deref().map(read_key).transpose()?;
     let manifest = Manifest::read(folder)?;
     let plugin = open_host(&PluginLimits::default(), &[], SourceFolders::Build)?.load(folder)?;

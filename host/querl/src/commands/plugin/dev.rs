@@ -103,11 +103,12 @@ pub fn run(args: &DevArgs) -> anyhow::Result<()> {
 
 impl Job {
     fn open(args: &DevArgs, scratch: &Path) -> anyhow::Result<Self> {
-        let source = NativeFolder::read(&args.folder)?;
-        if !source.folder.join("plugin.toml").is_file() {
+        super::check_folder(&args.folder)?;
+        if !args.folder.join("plugin.toml").is_file() {
             let message = "the folder holds no plugin.toml; `querl plugin new` makes one to start from";
             return Err(Stop::usage(format!("{}: {message}", args.folder.display())).into());
         }
+        let source = NativeFolder::read(&args.folder)?;
         let manifest = Manifest::read(&source.folder).map_err(Stop::usage)?;
         let settings = parse_settings(&args.set, "--set")?;
         // Values are checked by the plugin itself. Without any settings in plugin.toml, the component says which there are.

@@ -79,6 +79,17 @@ pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
     }
 }
 
+/// Refuses a path that is no folder.
+fn check_folder(path: &Path) -> Result<(), Stop> {
+    let problem = match path.is_dir() {
+        true => return Ok(()),
+        false if path.exists() => "is a file; expected a plugin's source folder",
+        false => "there is no such folder",
+    };
+    let remedy = "`querl plugin new NAME --kind reward --lang python` makes one";
+    Err(Stop::usage(format!("{}: {problem}; {remedy}", path.display())))
+}
+
 #[derive(Debug, Args)]
 pub struct BuildArgs {
     /// Folders of plugins
@@ -89,9 +100,7 @@ pub struct BuildArgs {
 }
 
 fn build(args: &BuildArgs) -> anyhow::Result<()> {
-    if let Some(other) = args.folders.iter().find(|folder| !folder.is_dir()) {
-        return Err(Stop::usage(format!("{}: expected a plugin's folder", other.display())).into());
-    }
+    args.folders.iter().try_for_each(|folder| check_folder(folder))?;
     args.folders.iter().try_for_each(|folder| build_folder(folder, args.format))
 }
 
