@@ -54,7 +54,7 @@ for name in querl_cuda querl_train decoder candle_on_gpu gpu_kernels querl-bench
 done
 
 echo "+ the rest"
-cp -r tests/reference/golden/decoders "$gpu/golden/"
+cp -r tests/reference/golden/{decoders,lora,sft.json} "$gpu/golden/"
 cp tests/cuda/gpu/{run.sh,compare.py,libraries.py,report.py} "$gpu/"
 readelf -d "$gpu/bin/cuda/libquerl_cuda.so" | sed -nE 's/.*\(NEEDED\).*\[(libcu.*|libnv.*)\]/\1/p' | grep -v '^libcuda\.' > "$gpu/needs.txt"
 if [ -n "$python" ]; then

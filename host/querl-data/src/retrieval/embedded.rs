@@ -13,7 +13,6 @@ use async_trait::async_trait;
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -161,15 +160,18 @@ impl Vectors {
     }
 }
 
-/// Reciprocal rank fusion of two lists; of equal scores the earlier passage first.
+/// Reciprocal rank fusion of two lists; of equal scores the passage nearer by vectors first.
 fn fused(by_words: &[Candidate], nearest: &[usize], n_passages: usize) -> Vec<Candidate> {
-    let mut scores: BTreeMap<usize, f64> = BTreeMap::new();
-    let lists = [by_words.iter().map(|(position, _)| *position).collect::<Vec<_>>(), nearest.to_vec()];
+    let lists = [nearest.to_vec(), by_words.iter().map(|(position, _)| *position).collect()];
+    let mut fused: Vec<Candidate> = Vec::new();
     for (position, rank) in lists.iter().flat_map(|list| list.iter().zip(1..)) {
-        *scores.entry(*position).or_default() += 1.0 / (RANK_CONSTANT + f64::from(rank));
+        let score = 1.0 / (RANK_CONSTANT + f64::from(rank));
+        match fused.iter_mut().find(|(known, _)| known == position) {
+            Some((_, sum)) => *sum += score,
+            None => fused.push((*position, score)),
+        }
     }
-    let mut fused: Vec<Candidate> = scores.into_iter().collect();
-    fused.sort_by(|a, b| b.1.total_cmp(&a.1));
+    fused.sort_by(|a, b| b.1.total_cmp(&a.1)); // stable: passages of `nearest` come first
     fused.truncate(n_passages);
     fused
 }
@@ -193,7 +195,7 @@ mod tests {
     fn a_passage_of_both_lists_ranks_first() {
         let by_words = [(7, 12.0), (3, 9.0), (5, 1.0)];
         let both = fused(&by_words, &[9, 3], 3);
-        assert_eq!(both.iter().map(|(position, _)| *position).collect::<Vec<_>>(), [3, 7, 9]);
+        assert_eq!(both.iter().map(|(position, _)| *position).collect::<Vec<_>>(), [3, 9, 7]);
         assert!((both[0].1 - 2.0 / 62.0).abs() < 1e-12);
     }
 }
