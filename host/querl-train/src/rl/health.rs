@@ -42,6 +42,9 @@ const REWARD_CHANGE: f64 = 0.1;
 /// Fall of the mean retrieval quality (0 to 1) from the first interval to the last: by 0.01 at most in runs that learned.
 const QUALITY_FALL: f64 = 0.05;
 
+/// Change of the mean retrieval quality from the first interval to the last above which it explains longer or shorter responses.
+const QUALITY_CHANGE: f64 = 0.02;
+
 impl Health {
     /// Warnings that are new after a step; each kind of warning is given once per run.
     pub fn check(&mut self, metrics: &Metrics, validation: ValidationProgress) -> Vec<String> {
@@ -138,13 +141,13 @@ impl Health {
     fn of_trend(&self) -> Vec<Warning> {
         let first = |name: &str| self.curve(name).first().copied();
         let recent = |name: &str| recent_mean(self.curve(name));
-        let is_long = |length: f64| first("length").is_some_and(|first| drifts(length / first, 2.5));
+        let length = recent("length").zip(first("length")).map(|(now, first)| now / first);
         // Policies of real runs lengthen for some steps; one that is cut off from the beginning has too few tokens.
         let at_first = first("truncated").filter(|_| self.curve("truncated").len() == 1);
         applying([
             (
                 "length",
-                recent("length").is_some_and(is_long),
+                length.is_some_and(|ratio| drifts(ratio, 2.5) && !self.quality_explains(ratio > 1.0)),
                 "the length of the responses drifts: raise rl.kl_coef, and look at what the reward pays for",
             ),
             (
@@ -196,7 +199,7 @@ impl Health {
     fn of_reward(&self, validation: ValidationProgress) -> Vec<Warning> {
         let reward = self.curve("reward");
         let rise = first_and_last_means(reward).map(|(first, last)| last - first);
-        let quality_fall = first_and_last_means(self.curve("quality")).map(|(first, last)| first - last);
+        let quality_fall = self.quality_change().map(|change| -change);
         applying([
             ("reward", falls(reward), "the reward is falling: lower rl.learning_rate"),
             (
@@ -210,6 +213,16 @@ impl Health {
                 "the reward rises while retrieval gets worse: lower the weight of the other parts under plugins.rewards, and look at what they pay for (querl audit)",
             ),
         ])
+    }
+
+    fn quality_change(&self) -> Option<f64> {
+        first_and_last_means(self.curve("quality")).map(|(first, last)| last - first)
+    }
+
+    /// Whether longer responses retrieve better, or shorter ones as well; true until two intervals can be compared, false without retrieval.
+    fn quality_explains(&self, is_longer: bool) -> bool {
+        let enough = if is_longer { QUALITY_CHANGE } else { -QUALITY_CHANGE };
+        self.quality_change().map_or(!self.curve("quality").is_empty(), |change| change > enough)
     }
 
     fn curve(&self, name: &str) -> &[f64] {
@@ -336,6 +349,18 @@ mod tests {
             1,
             "from the start"
         );
+    }
+
+    /// Symptom: policies that learned edits, which are shorter, or words of the passages, which are more, had this warning.
+    #[test]
+    fn another_length_is_reported_where_retrieval_does_not_explain_it() {
+        let run = |length: f64, quality: f64| {
+            texts(|step| {
+                metrics(&[("response_length/mean", 10.0 * length.powf(step)), ("avg_quality", 0.5 + quality * step)])
+            })
+        };
+        assert!(run(1.1, 0.0).contains("length") && run(0.9, -0.002).contains("length"));
+        assert_eq!((run(1.1, 0.002), run(0.9, 0.0)), (String::new(), String::new()));
     }
 
     /// Regression: 8 samples of each of 16 queries, with two responses per query, have 0.25 distinct responses, and with one 0.125; and
