@@ -30,8 +30,10 @@ pub struct ValidationProgress {
 type Warning = (&'static str, &'static str);
 
 /// Kinds that concern the updates alone: harmless as long as evaluations improve. Others say that the reward may not measure what it should.
-const OF_UPDATES: [&str; 8] =
-    ["clip", "entropy", "groups", "importance", "value_clip", "kl_coef", "critic_error", "critic_still"];
+const OF_UPDATES: [&str; 6] = ["clip", "importance", "value_clip", "kl_coef", "critic_error", "critic_still"];
+
+/// Kinds about a policy that samples one response: it has learned what it can where an evaluation was better than the SFT policy.
+const OF_CONVERGENCE: [&str; 2] = ["entropy", "groups"];
 
 /// Steps averaged in a comparison of two intervals.
 const WINDOW: usize = 10;
@@ -55,6 +57,8 @@ impl Health {
         found.extend(self.of_trend());
         found.extend(self.of_critic(validation));
         found.extend(self.of_reward(validation));
+        let has_learned = validation.best_step > 0;
+        found.retain(|(kind, _)| !(has_learned && OF_CONVERGENCE.contains(kind)));
         found.retain(|(kind, _)| !self.warned.iter().any(|warned| warned == kind));
         self.warned.extend(found.iter().map(|(kind, _)| (*kind).to_owned()));
         let improves = validation.best_step > 0 && validation.best_step == validation.evaluated_step;
@@ -361,6 +365,15 @@ mod tests {
         };
         assert!(run(1.1, 0.0).contains("length") && run(0.9, -0.002).contains("length"));
         assert_eq!((run(1.1, 0.002), run(0.9, 0.0)), (String::new(), String::new()));
+    }
+
+    /// Symptom: runs that learned when to keep a query, which has one best response, had both warnings.
+    #[test]
+    fn equal_samples_are_reported_where_nothing_was_learned() {
+        for (name, converged) in [("frac_reward_zero_std", 1.0), ("actor/entropy", 0.01)] {
+            let curve = |step: f64| if step < 15.0 { 0.5 } else { converged };
+            assert_eq!((warnings_with(name, curve, 10), warnings(name, curve)), (0, 1), "{name}");
+        }
     }
 
     /// Regression: 8 samples of each of 16 queries, with two responses per query, have 0.25 distinct responses, and with one 0.125; and
