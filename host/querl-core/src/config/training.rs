@@ -95,7 +95,7 @@ section! {
         /// Evaluations without improvement after which training stops; 0 for never.
         early_stopping_patience: usize = 3,
         /// What happens before RL if the eval loss is above 0.9 of a unigram model's: `stop` ends the run with exit code 3, `warn` prints a
-        /// warning and continues, as always with `data.rewrite_form = "edit"`.
+        /// warning and continues, as always with `data.rewrite_form = "edit"`, where the limit is the unigram model's loss.
         on_noise: OnNoise = OnNoise::Stop,
     }
 }

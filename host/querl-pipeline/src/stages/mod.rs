@@ -288,7 +288,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     let outcome = execute(run, ledger, stage, inputs, found, earlier.as_ref());
     let outcome = outcome.inspect_err(|_| keep(run, ledger, stage, earlier))?;
     if (name, window.last) == (StageName::Sft, StageName::Sft)
-        && let Some(warning) = noise::warning(&outcome.facts)
+        && let Some(warning) = noise::warning(&outcome.facts, run.config.data.rewrite_form)
     {
         run.reporter.message(&format!("warning: {warning}"));
     }

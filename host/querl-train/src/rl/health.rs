@@ -145,13 +145,14 @@ impl Health {
     fn of_trend(&self) -> Vec<Warning> {
         let first = |name: &str| self.curve(name).first().copied();
         let recent = |name: &str| recent_mean(self.curve(name));
+        // Runs that learned whole rewrites were between 0.77 and 1.19.
         let length = recent("length").zip(first("length")).map(|(now, first)| now / first);
         // Policies of real runs lengthen for some steps; one that is cut off from the beginning has too few tokens.
         let at_first = first("truncated").filter(|_| self.curve("truncated").len() == 1);
         applying([
             (
                 "length",
-                length.is_some_and(|ratio| drifts(ratio, 2.5) && !self.quality_explains(ratio > 1.0)),
+                length.is_some_and(|ratio| drifts(ratio, 1.5) && !self.quality_explains(ratio > 1.0)),
                 "the length of the responses drifts: raise rl.kl_coef, and look at what the reward pays for",
             ),
             (
@@ -346,7 +347,7 @@ mod tests {
     #[test]
     fn responses_that_are_long_for_a_few_steps_are_not_reported() {
         let during = |step: f64, long: f64, usual: f64| if (10.0..14.0).contains(&step) { long } else { usual };
-        assert_eq!(warnings("response_length/mean", |step| during(step, 30.0, 10.0)), 0);
+        assert_eq!(warnings("response_length/mean", |step| during(step, 20.0, 10.0)), 0);
         assert_eq!(warnings("response_length/clip_ratio", |step| during(step, 0.8, 0.1)), 0);
         assert_eq!(
             warnings("response_length/clip_ratio", |step| if step < 1.0 { 0.6 } else { 0.1 }),
@@ -488,7 +489,7 @@ mod tests {
         assert_eq!(warnings("response/distinct_across_queries", |_| 0.9), 0);
         assert_eq!(warnings("response_length/mean", |step| 10.0 + step), 1);
         assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.3), 1);
-        assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.1), 0);
+        assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.05), 0);
         assert_eq!(warnings("rollout_probs_diff", |_| 2e-5), 1);
         assert_eq!(warnings("rollout_probs_diff", |_| 1e-6), 0);
         assert_eq!(warnings("rollout_corr/rollout_is_eff_sample_size", |_| 0.3), 1);
