@@ -43,8 +43,8 @@ fn second_text(evaluation: &Evaluation) -> String {
         systems.push(std::iter::once(name.to_owned()).chain(cells).collect());
     }
     let pairs = differences_grid(evaluation, &second.pairs, &SecondEvaluation::METRICS);
-    let never_asked = if second.is_of_training() { "" } else { ", which training never asked" };
-    let title = format!("on a second retriever ({}){never_asked}", second.retriever);
+    let not_trained_on = if second.is_of_training() { "" } else { ", not used in training" };
+    let title = format!("on a second retriever ({}){not_trained_on}", second.retriever);
     format!("\n{}\n{}", blocks(&title, &systems), blocks("", &pairs))
 }
 

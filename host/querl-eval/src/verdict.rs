@@ -64,9 +64,9 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
     let is_compared = RIVALS.iter().any(|(rival, _)| on_second(rival).is_some());
     let elsewhere = match second {
         Some(second) if is_compared => {
-            let never_asked = if second.is_of_training() { "" } else { ", which training never asked" };
+            let not_trained_on = if second.is_of_training() { "" } else { ", not used in training" };
             let (retriever, found) = (&second.retriever, comparisons(Metric::Top1, &on_second));
-            format!("On a second retriever ({retriever}){never_asked}, RL {found}.")
+            format!("On a second retriever ({retriever}){not_trained_on}, RL {found}.")
         }
         Some(second) => {
             let why = match evaluation.n_gold {
@@ -75,10 +75,10 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
             };
             let retriever = &second.retriever;
             format!(
-                "A second retriever ({retriever}) was asked, but {why}, so it is not known whether this holds on it."
+                "A second retriever ({retriever}) was used, but {why}, so it is not known whether this holds on it."
             )
         }
-        None => "No second retriever was asked, so it is not known whether this holds on another one.".to_owned(),
+        None => "No second retriever was used, so it is not known whether this holds on another one.".to_owned(),
     };
     let here = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(found(rival, metric)));
     let there = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(on_second(rival)));
@@ -203,7 +203,7 @@ mod tests {
         let expected = [
             "By top-1 %, RL is better than the raw queries (+20.0 [+10.0, +30.0]), is not shown to differ from SFT \
              (+1.0 [-10.0, +12.0]), and is worse than the teacher (-20.0 [-30.0, -10.0]).",
-            "On a second retriever (lexical), which training never asked, RL is better than the raw queries \
+            "On a second retriever (lexical), not used in training, RL is better than the raw queries \
              (+20.0 [+10.0, +30.0]), is worse than SFT (-20.0 [-30.0, -10.0]), and was not compared with the teacher.",
             "It is not shown that RL earned its cost: it is better than the raw queries, but not shown to be better than SFT alone.",
         ];
@@ -241,14 +241,14 @@ mod tests {
     }
 
     #[test]
-    fn second_sentence_says_where_no_second_retriever_was_asked() {
-        let expected = "No second retriever was asked, so it is not known whether this holds on another one.";
+    fn second_sentence_says_where_no_second_retriever_was_used() {
+        let expected = "No second retriever was used, so it is not known whether this holds on another one.";
         assert_eq!(rl_verdict(&evaluation(Metric::Top1, [Better; 3], None))[1], expected);
-        let mut asked = evaluation(Metric::Reward, [Better; 3], Some([Missing; 3]));
+        let mut used = evaluation(Metric::Reward, [Better; 3], Some([Missing; 3]));
         let said = |evaluation: &Evaluation| rl_verdict(evaluation).swap_remove(1);
-        assert!(said(&asked).starts_with("A second retriever (lexical) was asked, but nothing can be compared there"));
-        asked.n_gold = 0;
-        assert!(said(&asked).starts_with("A second retriever (lexical) was asked, but no query has gold passages, so"));
+        assert!(said(&used).starts_with("A second retriever (lexical) was used, but nothing can be compared there"));
+        used.n_gold = 0;
+        assert!(said(&used).starts_with("A second retriever (lexical) was used, but no query has gold passages, so"));
     }
 
     #[test]

@@ -111,7 +111,7 @@ fn table_and_page_begin_with_the_verdict_and_show_the_comparisons() {
         assert!(line.chars().count() <= 120, "{line}");
     }
     let titles = [
-        "\non a second retriever (lexical), which training never asked\n",
+        "\non a second retriever (lexical), not used in training\n",
         "\nlength and words of the rewrites\n",
         "\npaired differences where both rewrites have about the same length\n",
         "\na gold passage first with at least one of k samples\npass@k %  1 ",
@@ -141,7 +141,7 @@ fn a_wide_table_of_equal_lengths_has_its_title_again() {
 fn page_without_a_second_retriever_and_samples_has_no_tables_of_them() {
     let html = page(&invented_records(6), &[], 2);
     assert!(!html.contains("<h2>On a second retriever</h2>") && !html.contains("<h2>pass@k</h2>"));
-    assert!(html.contains("No second retriever was asked"));
+    assert!(html.contains("No second retriever was used"));
 }
 
 #[test]
