@@ -3,22 +3,22 @@
 use crate::evaluation::{Difference, Evaluation};
 use crate::metric::Metric;
 
-/// The metrics that decide, the first that a comparison of RL has: found passages come before rewards, which training optimises.
+/// Metrics for the verdict, in order of preference: retrieval quality precedes rewards, which training optimises.
 const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeScore, Metric::Reward];
 
-/// What RL is compared with.
+/// The systems that RL is compared with.
 const RIVALS: [(&str, &str); 3] = [("raw", "the raw queries"), ("sft", "SFT"), ("teacher", "the teacher")];
-/// Compared where it was evaluated.
+/// Compared if it was evaluated.
 const WITH_HISTORY: (&str, &str) = ("with_history", "the queries with their history");
 
-/// RL against one other system.
+/// The result of RL compared with one other system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Better,
     Worse,
     /// The interval includes 0.
     NotShown,
-    /// The evaluation lacks one of the two.
+    /// The evaluation lacks one of the two systems.
     Missing,
 }
 
@@ -42,7 +42,7 @@ pub(crate) fn first_paragraph(evaluation: &Evaluation) -> String {
             let (n, of) = (found.n_unchanged, found.n_answers);
             format!("{name} hardly rewrites: its rewrite is the query itself on {n} of {of} queries.")
         };
-        // More than nine of ten.
+        // More than 90 %.
         (10 * found.n_unchanged > 9 * found.n_answers).then(sentence)
     });
     unchanged.chain(rl_verdict(evaluation)).collect::<Vec<_>>().join(" ")
@@ -82,7 +82,7 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
     };
     let here = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(found(rival, metric)));
     let there = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(on_second(rival)));
-    // Where the history alone does as much, the queries with it are what RL has to beat.
+    // If the queries with their history are as good, RL must be better than those.
     let lacks_gain = |[raw, _, with_history]: [Outcome; 3]| {
         raw == Outcome::Better && matches!(with_history, Outcome::Worse | Outcome::NotShown)
     };
@@ -112,8 +112,8 @@ fn comparisons(metric: Metric, found: &dyn Fn(&str) -> Option<Difference>) -> St
     format!("{raw}{with_history}, {sft}, and {teacher}")
 }
 
-/// From RL against the queries without training, which are called `queries`, and SFT: `here` on the retriever of its training, `there` on the
-/// second one.
+/// The conclusion from RL compared with the queries without training (called `queries` in the text) and with SFT: `here` on the retriever
+/// of training, `there` on the second one.
 fn conclusion(here: [Outcome; 2], there: [Outcome; 2], queries: &str) -> String {
     use Outcome::{Better, Missing, NotShown, Worse};
     match here {
@@ -210,7 +210,7 @@ mod tests {
         assert_eq!(sentences, expected);
     }
 
-    /// Regression: nothing said that RL had learned to return the query.
+    /// Regression: the report did not say that RL had learned to return the query.
     #[test]
     fn a_system_that_returns_the_query_is_named_first() {
         let mut evaluation = evaluation(Metric::Top1, [NotShown; 3], None);
