@@ -84,7 +84,7 @@ impl GoldenTypes for HostTypes {
     }
 
     fn episode(value: Value) -> Result<Episode, String> {
-        // As a line of a record, so that the checks of records apply to golden cases.
+        // Deserialized as a line of an episode file, so that the checks of records apply to golden cases.
         let line = json!({"format": EpisodeRecord::FORMAT, "episode": value}).to_string();
         let episode = episodes::parse(line.as_bytes(), 1)?.ok_or("`episode` is blank")?.episode;
         known_keys(&value, &json!(episode), "episode")?;
@@ -167,7 +167,7 @@ fn known_keys(value: &Value, read: &Value, path: &str) -> Result<(), String> {
         (Value::Object(value), Value::Object(read)) => {
             for (key, value) in value {
                 let Some(known) = read.get(key) else {
-                    // These refuse unknown keys themselves. As hits of episodes, they are written without what says nothing.
+                    // These types reject unknown keys themselves, and serialize hits of episodes without empty fields.
                     let is_strict =
                         matches!(path, "episode" | "episode.policy" | "episode.baseline" | "episode.context")
                             || path.starts_with("samples ") && !path.contains('.');
@@ -219,7 +219,7 @@ pub(crate) fn of_plugin(path: &Path, plugin: &Plugin) -> Vec<Case> {
     }
 }
 
-/// In cases of contract 0.1, a retrieval that is left out found nothing.
+/// In cases of contract 0.1, a missing retrieval means an empty list of hits.
 fn as_of_contract_0_1(case: &mut Result<GoldenCase<HostTypes>, String>) {
     if let Ok(GoldenCase { body: GoldenBody::Reward(episode, _), .. }) = case {
         let candidates = std::iter::once(&mut episode.policy).chain(&mut episode.baseline);
