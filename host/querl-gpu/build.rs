@@ -43,7 +43,7 @@ fn compile() -> Result<(), String> {
     if status.success() { Ok(()) } else { Err(format!("nvcc refused cuda/kernels.cu: {status}")) }
 }
 
-/// `13.0`, of the line `Cuda compilation tools, release 13.0, V13.0.88`.
+/// The version of nvcc: `13.0` from the line `Cuda compilation tools, release 13.0, V13.0.88`.
 fn version_of(nvcc: &OsStr) -> Result<String, String> {
     let unknown = || format!("`{} --version` names no release", nvcc.display());
     let output = Command::new(nvcc).arg("--version").output().map_err(|_| unknown())?;
@@ -52,7 +52,7 @@ fn version_of(nvcc: &OsStr) -> Result<String, String> {
     release.map(|release| release.trim().to_owned()).ok_or_else(unknown)
 }
 
-/// Machine code for each capability, and PTX for the last.
+/// nvcc arguments for machine code of each compute capability, and PTX of the last.
 fn targets(capabilities: &str) -> Result<Vec<String>, String> {
     let all: Vec<&str> = capabilities.split(',').map(str::trim).collect();
     if let Some(wrong) = all.iter().find(|name| name.is_empty() || !name.bytes().all(|byte| byte.is_ascii_digit())) {

@@ -1,11 +1,11 @@
-// What a plugin says of itself (`info.describe`), derived from its classes.
+// The description of a plugin (`info.describe` of the contract), derived from its classes.
 
 import { Settings } from "./settings.js";
 
-/** The parts of an episode that a reward may declare; a filter may declare columns. */
+/** The inputs that a reward may declare. A filter may declare `columns` only. */
 export const INPUTS = ["response", "prompt", "columns", "baseline", "retrieval", "judgement", "style"];
 
-/** Kinds, settings, range and inputs of a plugin: constructs each class with settings that have no values, and records what it reads. */
+/** Kinds, settings, range and inputs of a plugin. Constructs each class without settings and records the keys that it reads. */
 export function describe({ kinds }) {
   const [settings, inputs, plugins] = [new Map(), new Map(), []];
   for (const type of Object.values(kinds)) {

@@ -1,4 +1,4 @@
-// Scores recorded episodes natively, for `querl plugin dev`: one process for each save, so that every module is loaded afresh.
+// Scores recorded episodes natively, for `querl plugin dev`, which starts a new process after each save of the source.
 //
 // `node dev.js FOLDER EPISODES SETTINGS RESULTS`: the plugin's folder, a file of recorded episodes, the settings as JSON, and the file to
 // write. A line of results is a JSON object: first `{"range": [low, high]}`; `{"begun": id}` before each episode or group, as it begins; then
@@ -23,18 +23,18 @@ import { Rejection } from "./types.js";
 
 const MODULE = "plugin.js";
 
-/** Milliseconds of an episode, of a group, of loading plugin.js, and of constructor and range(), after which it is a fault. */
+/** Time limit in milliseconds for an episode or group, for loading plugin.js, and for constructor and range(). Exceeding it is a fault. */
 const LIMIT_MS = 5000;
-/** After so many of them the rest is not scored. */
+/** Scoring stops after this many timeouts. */
 const MAX_STOPPED = 3;
-/** Episodes are scored in slices of this many milliseconds: a limit takes a quarter of one to set. */
+/** Episodes are scored in slices of this many milliseconds, because setting a time limit takes about a quarter of a millisecond. */
 const SLICE_MS = 100;
 const STILL_RUNS = `still ran after ${LIMIT_MS / 1000} s: an endless loop, or a regular expression that tries too many ways`;
 
 const JOB = Symbol.for("querl.job");
 const SCRIPT = new Script('globalThis[Symbol.for("querl.job")]()');
 
-/** What `job` returns. Throws where it runs for longer than the limit: `node:vm` interrupts loops and regular expressions. */
+/** Runs `job` with a time limit and returns its result. `node:vm` can interrupt loops and regular expressions. */
 function withinLimit(job) {
   globalThis[JOB] = job;
   try {
@@ -44,7 +44,7 @@ function withinLimit(job) {
   }
 }
 
-/** The module plugin.js. Where it still loads after the limit, `dev_watch.js` says so in `results` and ends the process. */
+/** Loads plugin.js. If that exceeds the limit, `dev_watch.js` writes the error to `results` and ends the process. */
 async function load(folder, results) {
   const watch = new Worker(new URL("dev_watch.js", import.meta.url), { workerData: { folder, results, limitMs: LIMIT_MS } });
   watch.unref();
@@ -55,7 +55,7 @@ async function load(folder, results) {
   }
 }
 
-/** Calls `begin` with the id of each episode that begins. */
+/** Scores the episodes. Calls `begin` with the id of each episode before it is scored. */
 async function resultsOf(folder, file, settings, resultsFile, begin) {
   let plugin, inputs, range, isOfGroup;
   try {
@@ -122,7 +122,7 @@ async function resultsOf(folder, file, settings, resultsFile, begin) {
   return [{ range }, ...results, { seconds: milliseconds / 1000 }];
 }
 
-/** Refuses a host function that plugin.toml does not declare, in the words of the component. */
+/** Refuses a host function that plugin.toml does not declare, with the same message as in the component. */
 function declaredOnly(call) {
   const declared = process.env.QUERL_HOST_FUNCTIONS?.split(" ");
   return (functions, method, argument) => {
@@ -131,7 +131,7 @@ function declaredOnly(call) {
   };
 }
 
-/** Leaves out the parts of an episode that the plugin does not declare, as the host does. */
+/** Removes the inputs that the plugin does not declare from an episode, as the host does. */
 function strip(episode, inputs) {
   for (const part of ["response", "prompt", "columns", "baseline"]) {
     if (!(part in inputs)) delete episode[part];
@@ -173,21 +173,21 @@ function scored(score) {
   return { scored: { total, components: parts } };
 }
 
-/** The message, and the innermost line of the author's own source. */
+/** The message of an error, with file and line of the innermost frame in the plugin's own source. */
 function place(error, folder) {
   const message = error instanceof Error ? `${error.name}: ${error.message}` : String(error);
   let found = ownLine(String(error?.stack ?? ""), folder);
   if (!found && error instanceof SyntaxError) {
-    // Node.js says where a module cannot be parsed only when it ends for this reason.
+    // Node.js reports the location of a syntax error in a module only if the error ends the process.
     found = ownLine(spawnSync(process.execPath, [join(folder, MODULE)], { encoding: "utf8" }).stderr, folder);
   }
   return { message, ...found };
 }
 
-/** The first line of a stack that is in the author's source. */
+/** The first line of a stack trace that is in the plugin's source. */
 function ownLine(stack, folder) {
   for (const line of stack.split("\n")) {
-    // A syntax error has its place in the first line, others have one in each.
+    // A syntax error has its location in the first line of the stack trace, other errors in each line.
     const [, url, number] = /(file:\/\/[^\s)]+?):(\d+)(?::\d+)?\)?$/.exec(line.trim()) ?? [];
     if (url === undefined) continue;
     const file = relative(folder, fileURLToPath(url));

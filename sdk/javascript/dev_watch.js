@@ -1,7 +1,7 @@
-// A thread next to `dev.js` while plugin.js loads: `node:vm` gives the top level of a module no limit, and its own thread cannot interrupt it.
+// Worker thread that enforces the time limit while `dev.js` loads plugin.js: `node:vm` cannot limit the top level of a module.
 //
-// `workerData` has the plugin's folder, the file of results and the limit in milliseconds. After it, the line that runs is written as
-// `{"refused": {"message", "file", "line"}}`, and the process ends.
+// `workerData` has the plugin's folder, the path of the results and the limit in milliseconds. After the limit the thread writes the line
+// that is being executed as `{"refused": {"message", "file", "line"}}` and ends the process.
 
 import { appendFileSync } from "node:fs";
 import { Session } from "node:inspector";
@@ -9,7 +9,7 @@ import { relative, sep } from "node:path";
 import { fileURLToPath } from "node:url";
 import { workerData } from "node:worker_threads";
 
-/** Milliseconds that the main thread may take to say where it is. */
+/** Timeout in milliseconds for the stack trace of the main thread. */
 const ANSWER_MS = 1000;
 
 const { folder, results, limitMs } = workerData;
@@ -20,7 +20,7 @@ function end(place) {
   process.kill(process.pid, "SIGKILL");
 }
 
-/** The innermost line of the author's source. */
+/** The innermost line in the plugin's source. */
 function ownLine(callFrames, urls) {
   for (const { location } of callFrames) {
     const url = urls.get(location.scriptId) ?? "";

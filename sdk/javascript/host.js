@@ -29,7 +29,7 @@ export const host = {
   classify: (turns) => call("style-model", "classify", turns),
 };
 
-/** Has calls (interface, function, argument) go elsewhere, and returns where they went. For guest/ and the test kit. */
+/** Replaces the receiver of calls (interface, function, argument) and returns the previous one. For guest/ and the test kit. */
 export function sendCallsTo(receiver) {
   const before = call;
   call = receiver;

@@ -1,8 +1,8 @@
-/** Who asks, and what was said before. What is unknown is `undefined`, here and everywhere. */
+/** User profile and conversation history. In all types an unknown value is `undefined`. */
 export interface Context {
-  /** 用户画像. */
+  /** 用户画像, description of the user. */
   userProfile: string | undefined;
-  /** 历史摘要; `undefined` at the start of a conversation. */
+  /** 历史摘要, summary of the conversation so far; `undefined` at the start of a conversation. */
   historySummary: string | undefined;
 }
 
@@ -11,18 +11,18 @@ export interface Hit {
   /** Id of the passage. */
   id: string | undefined;
   text: string;
-  /** How well the passage answers the original query in its context, 0 to 1. */
+  /** Relevance of the passage to the original query in its context, 0 to 1. */
   rerankerScore: number;
-  /** First-stage score on the scale of the index. */
+  /** First-stage retrieval score; its scale depends on the index. */
   retrievalScore: number | undefined;
-  /** 1 for the best hit, then 2, 3 and so on. */
+  /** Rank of the hit, from 1 (best). */
   rank: number;
 }
 
-/** A text that is one of `T` today; a later host may send others. */
+/** One of the strings `T`. A later host may send others. */
 type OneOf<T extends string> = T | (string & {});
 
-/** The kinds of failure of an external call. */
+/** Kinds of failures of external calls. */
 export type FailureKind = OneOf<
   | "timeout"
   | "unreachable"
@@ -34,89 +34,92 @@ export type FailureKind = OneOf<
   | "not_recorded"
 >;
 
-/** Why an external call gave no result. Never to be read as a low value. */
+/** A failed external call (retrieval or judge). Do not treat it as a low score. */
 export class CallFailure {
   constructor(kind: FailureKind, message?: string);
   kind: FailureKind;
-  /** One sentence for a person. Its wording may change: do not parse it. */
+  /** One sentence for people. Do not parse it: the wording may change. */
   message: string;
 }
 
 /** A judge's score of one rewrite. */
 export interface JudgeScore {
-  /** 综合得分, 0 to 5. */
+  /** 综合得分, overall score, 0 to 5. */
   score: number;
-  /** Why, in words; may be empty. */
+  /** The judge's explanation; may be empty. */
   reason: string;
 }
 
-/** One class of a style distribution; the probabilities sum to 1. */
+/** One class of a style distribution. The probabilities of all classes sum to 1. */
 export interface StyleProbability {
   label: string;
   probability: number;
 }
 
-/** A rewrite with what is known of it: the policy's, or the teacher's. */
+/** A rewrite of the policy or the teacher, with its retrieval hits, judge score and style. */
 export class Candidate {
   constructor(fields?: Partial<Pick<Candidate, "rewrite" | "retrieval" | "judgement" | "style" | "nTokens" | "finishReason">>);
-  /** The parsed rewrite, never blank; `undefined` where the response contains none. */
+  /** The parsed rewrite, never blank; `undefined` if the response contains none. */
   readonly rewrite: string | undefined;
   /**
-   * Hits, best first, perhaps none, or why there is no result. `undefined` where the rewrite was not looked up: the plugin does not
-   * declare `retrieval`, or the run has none. Without a rewrite there are no hits.
+   * Retrieved passages, best first (may be empty), or the failure of the call. `undefined` if the plugin does not declare `retrieval` or
+   * the run has no retrieval. Empty if there is no rewrite.
    */
   readonly retrieval: Hit[] | CallFailure | undefined;
-  /** The judge's score, or why there is none; `undefined` where the rewrite was not judged: not declared (`judgement`), or not sampled. */
+  /**
+   * The judge's score, or the failure of the call. `undefined` if the plugin does not declare `judgement`, or if the episode was not in
+   * the share that is judged.
+   */
   readonly judgement: JudgeScore | CallFailure | undefined;
-  /** Style distribution; `undefined` where the plugin does not declare `style`, or there is no rewrite. */
+  /** Class probabilities of the style model; `undefined` if the plugin does not declare `style` or there is no rewrite. */
   readonly style: StyleProbability[] | undefined;
-  /** Tokens generated, end of sequence included. */
+  /** Number of generated tokens, including the end-of-sequence token. */
   readonly nTokens: number | undefined;
-  /** Why generation ended: `length` is the token limit. */
+  /** Why generation ended: `stop`, `length` (token limit), or another reason as named by the service. */
   readonly finishReason: OneOf<"stop" | "length"> | undefined;
-  /** True where the token limit ended the response. */
+  /** True if the token limit ended the response. */
   readonly isTruncated: boolean;
   /**
    * The hits.
-   * @throws {Rejection} `SIDE_retrieval_failed` for a failed call, `SIDE_retrieval_missing` without one.
+   * @throws {Rejection} `SIDE_retrieval_failed` if retrieval failed, `SIDE_retrieval_missing` if it is `undefined`.
    */
   hits(side: string): Hit[];
   /**
-   * The judge's score; `undefined` where the rewrite was not judged.
-   * @throws {Rejection} `SIDE_judgement_failed` for a failed call.
+   * The judge's score; `undefined` if not judged.
+   * @throws {Rejection} `SIDE_judgement_failed` if the judge failed.
    */
   judged(side: string): JudgeScore | undefined;
 }
 
-/** A cell of the query's row. */
+/** A cell of the query table. */
 export type ColumnValue = string | number | boolean | (string | number | boolean)[];
 
-/** The other columns of the query's row, by name. */
+/** The other columns of the query table, by name. */
 export type Columns = Record<string, ColumnValue>;
 
-/** One response of the policy to one query. Parts that the plugin does not declare are `undefined`, or no columns. */
+/** One response of the policy to one query. Inputs that the plugin does not declare are `undefined` (`columns`: empty). */
 export class Episode {
   constructor(fields?: Partial<Omit<Episode, "context" | "baselineOrReject">> & { context?: Partial<Context> });
   /** Unique in a run. */
   readonly id: string;
-  /** The same for all samples of one query in one batch of rollouts. */
+  /** Equal for all samples of one query in one rollout batch. */
   readonly groupId: string;
-  /** Index of the response among the samples of its group, from 0. */
+  /** Index of the response in its group, from 0. */
   readonly sampleIndex: number;
   /** Training step of the rollout, from 0; `undefined` outside of training. */
   readonly step: number | undefined;
-  /** The split of the query's row. */
+  /** The split that the query belongs to. */
   readonly split: OneOf<"train" | "validation" | "test"> | undefined;
-  /** What the user typed. */
+  /** The user's query. */
   readonly query: string;
   readonly context: Context;
-  /** Ids of passages known to answer the query. */
+  /** Ids of the gold passages: those known to answer the query. */
   readonly goldIds: string[] | undefined;
   /** Needs the input `columns`. */
   readonly columns: Columns;
-  /** The messages that the policy answered. Needs the input `prompt`. */
+  /** The prompt of the policy, as messages. Needs the input `prompt`. */
   readonly prompt: Message[] | undefined;
-  /** The raw text that the policy generated, before it is parsed; may be empty. Needs the input `response`. */
+  /** The unparsed text that the policy generated; may be empty. Needs the input `response`. */
   readonly response: string | undefined;
   /** The policy's rewrite, parsed from `response`. */
   readonly policy: Candidate;
@@ -124,31 +127,34 @@ export class Episode {
   readonly baseline: Candidate | undefined;
   /**
    * The teacher's rewrite.
-   * @throws {Rejection} `baseline_missing` where the episode has none.
+   * @throws {Rejection} `baseline_missing` if the episode has none.
    */
   baselineOrReject(): Candidate;
 }
 
-/** A row whose rewrite and retrieval both succeeded. */
+/** A row of the query table whose rewrite and retrieval both succeeded. */
 export interface Sample {
   /** Id of the row, unique in the batch. */
   id: string;
-  /** What the user typed. */
+  /** The user's query. */
   originalQuery: string;
   /** The teacher's rewrite. */
   rewrittenQuery: string;
   context: Context;
-  /** Hits of the rewrite, best first; empty where nothing was found. */
+  /** Retrieved passages for the rewrite, best first; empty if nothing was found. */
   hits: Hit[];
-  /** Where the filter declares `columns`. */
+  /** The other columns of the row. Empty unless the filter declares `columns`. */
   columns: Columns;
 }
 
-/** The score of one episode, or of one dialogue's style. */
+/** The score of an episode (rewards) or of a dialogue (style scorers). */
 export interface Score {
-  /** Finite, and within the range that the plugin declares; 0 to 1 for a style. */
+  /** A finite number within the declared range; 0 to 1 for style scorers. */
   total: number;
-  /** Named parts, finite; at most 64; they need not sum to the total. Names: 1 to 64 of `a` to `z`, `0` to `9`, `_`. */
+  /**
+   * Named parts of the score, for reports: at most 64 finite numbers, which need not sum to the total. Names have 1 to 64 characters of
+   * `a` to `z`, `0` to `9`, `_`.
+   */
   components?: Record<string, number>;
 }
 
@@ -165,158 +171,158 @@ export class Message {
   static assistant(content: string): Message;
 }
 
-/** The purpose of a prompt. The SDK rejects a task that is not here (`unknown_task`). */
+/** The purpose of a prompt. The SDK rejects any other task with the code `unknown_task`. */
 export type PromptTask =
-  /** The teacher's prompt: long, with the tenant's rules. */
+  /** The teacher model's prompt: long, with the tenant's rules. */
   | "teacher_rewrite"
-  /** The policy's prompt: short; the model learns the rules in training. */
+  /** The policy's prompt: short, because the policy learns the rules in training. */
   | "policy_rewrite"
-  /** The judge's prompt. The response to it goes to `parseJudgement`. */
+  /** The judge model's prompt. Its response is parsed by `parseJudgement`. */
   | "judge";
 
-/** What goes into a prompt. */
+/** The variables of a prompt. */
 export interface PromptInput {
-  /** What the user typed. */
+  /** The user's query. */
   query: string;
   context: Context;
-  /** The rewrite to judge; `undefined` in the rewrite tasks. */
+  /** The rewrite to judge; `undefined` for the rewrite tasks. */
   rewrite: string | undefined;
 }
 
-/** A dialogue whose last turn, the assistant's, is to be scored. */
+/** A dialogue that ends with the assistant's turn to score. */
 export interface Dialogue {
   /** Unique in a run. */
   id: string;
   turns: Message[];
 }
 
-/** The style model of the run. In a test, any stand-in with this method. */
+/** The style model of the run. In a test, any object with this method. */
 export interface StyleModel {
   /**
-   * The distribution over the model's classes, one entry per class, in the model's order.
-   * @throws {HostCallError} There is no model, or no response.
+   * The class probabilities for the last question with its answer, in the model's order of classes.
+   * @throws {HostCallError} The run has no style model, or the call failed.
    */
   classify(turns: Message[]): StyleProbability[];
 }
 
 /**
- * Host functions. plugin.toml declares what a plugin calls (`host_functions = ["tokens"]`). Results are recorded with the episode. Outside
- * of a component, `withHostFunctions` of the test kit says what they return.
- * Each throws a {@link HostCallError} where there is no result.
+ * Host functions. A plugin may call the interfaces that plugin.toml declares (`host_functions = ["tokens"]`). Results are recorded with the
+ * episode, so that a replay gives the same score. Outside of a component, `withHostFunctions` of the test kit replaces them. Each throws
+ * a {@link HostCallError} on failure.
  */
 export const host: StyleModel & {
-  /** Number of tokens by the policy's tokenizer, without special tokens. Needs `tokens`. */
+  /** Number of tokens in the policy's tokenizer, without special tokens. Needs `tokens`. */
   countTokens(text: string): number;
-  /** The tokens as texts, in order. Needs `tokens`. */
+  /** The tokens in the policy's tokenizer, as strings. Needs `tokens`. */
   splitTokens(text: string): string[];
-  /** The words in order, without blanks and punctuation: jieba with the run's user dictionary. Needs `words`. */
+  /** Word segmentation by jieba with the run's user dictionary, without whitespace and punctuation. Needs `words`. */
   words(text: string): string[];
-  /** One vector of length 1 per text, at most 64 texts: a dot product is the cosine similarity. Needs `similarity`. */
+  /** One L2-normalised embedding per text, so that a dot product is the cosine similarity. At most 64 texts. Needs `similarity`. */
   embed(texts: string[]): number[][];
-  /** The response of the configured judge, through cache and budget. Needs `judge`. */
+  /** The response of the run's judge model. The response cache and the budget apply. Needs `judge`. */
   askJudge(messages: Message[]): string;
 };
 
-/** Thrown where a plugin gives no result for one item. The item is dropped and counted; it is not a result of 0. */
+/** Thrown by a plugin that cannot compute a result for one item. querl drops and counts the item; that is not a score of 0. */
 export class Rejection extends Error {
   /**
-   * @param code For counting: 1 to 64 of `a` to `z`, `0` to `9`, `_`; stable over versions.
-   * @param detail One sentence for a person; may be empty.
+   * @param code Used for counting: 1 to 64 characters of `a` to `z`, `0` to `9`, `_`, the same in all versions of the plugin.
+   * @param detail One sentence for people; may be empty.
    */
   constructor(code: string, detail?: string);
   code: string;
   detail: string;
 }
 
-/** A host function gave no result. Where nobody catches it, the episode is rejected: `judge_failed`, `judge_not_configured`. */
+/** A host function failed. If not caught, the episode is rejected with a code such as `judge_failed` or `judge_not_configured`. */
 export class HostCallError extends Rejection {
   constructor(functions: string, failure?: CallFailure);
-  /** `undefined` where the run has no such service or model. */
+  /** The failed call; `undefined` if the run has no such service or model. */
   failure: CallFailure | undefined;
 }
 
-/** Thrown for a setting that cannot be used: `problem` says what was expected and what came. */
+/** An invalid setting. `problem` says what was expected and what was given. */
 export class SettingError extends Error {
   constructor(key: string, problem: string);
   key: string;
   problem: string;
 }
 
-/** Both ends count as inside. */
+/** Bounds of a number, inclusive. */
 export interface Bounds {
   minimum?: number;
   maximum?: number;
 }
 
 /**
- * The user's settings for this plugin, each a text. In a component they come from the host; in a test they are given:
- * `new Settings({ max_chars: 10 })`. Every reader but `get` throws a {@link SettingError} for an unusable value, and without a fallback
- * where the user set nothing.
+ * The user's settings of the plugin, stored as text. In a component they come from the host; in a test pass them:
+ * `new Settings({ max_chars: 10 })`. Every reader but `get` throws a {@link SettingError} for an invalid value, and if the user set no value
+ * and there is no fallback.
  */
 export class Settings {
   constructor(values?: Record<string, unknown>);
-  /** The text under `key`; `undefined` where the user set nothing. */
+  /** The text of `key`; `undefined` if the user set no value. */
   get(key: string): string | undefined;
-  /** The text under `key`, or `fallback`. */
+  /** The text of `key`, or `fallback`. */
   text(key: string, fallback?: string): string;
-  /** One of `choices` under `key`, or `fallback`. */
+  /** The value of `key`, one of `choices`, or `fallback`. */
   choice<T extends string>(key: string, fallback: T | undefined, choices: readonly T[]): T;
-  /** The number under `key`, or `fallback`. */
+  /** The number of `key`, or `fallback`. */
   number(key: string, fallback?: number, bounds?: Bounds): number;
-  /** The whole number under `key`, or `fallback`. */
+  /** The integer of `key`, or `fallback`. */
   integer(key: string, fallback?: number, bounds?: Bounds): number;
-  /** The truth value under `key`, or `fallback`. */
+  /** The boolean of `key`, or `fallback`. */
   flag(key: string, fallback?: boolean): boolean;
-  /** The list of texts under `key`, or `fallback`. */
+  /** The list of strings of `key`, or `fallback`. */
   texts(key: string, fallback?: readonly string[]): string[];
 }
 
 /**
- * Scores what the policy generated. One object is made for each call and scores the episodes of a batch one by one: a score depends on
- * its episode, the settings and the results of host functions only. The constructor reads every setting.
+ * Scores responses of the policy, one episode at a time. One object is constructed per batch. A score may depend only on the episode, the
+ * settings and the results of host functions. The constructor must read every setting unconditionally.
  */
 export interface Reward {
-  /** The lowest and the highest total under these settings. */
+  /** The lowest and the highest possible total with these settings. */
   range(): [number, number];
   /**
    * Scores one episode.
-   * @throws {Rejection} It cannot be scored. That is not a score of 0.
+   * @throws {Rejection} The episode cannot be scored, for example because retrieval failed. That is not a score of 0.
    */
   score(episode: Episode): Score;
 }
 
-/** Scores all samples of one query together, for rewards of diversity or rank. A score does not depend on the order of the episodes. */
+/** Scores all samples of one query together, for example by diversity or rank. Scores must not depend on the order of the episodes. */
 export interface GroupReward {
-  /** The lowest and the highest total under these settings. */
+  /** The lowest and the highest possible total with these settings. */
   range(): [number, number];
   /**
-   * One score per episode, in their order; a rejection drops its episode alone.
+   * One score per episode, in the same order. A returned rejection drops one episode.
    * @throws {Rejection} The whole group cannot be scored.
    */
   scoreGroup(episodes: Episode[]): (Score | Rejection)[];
 }
 
-/** Keeps samples in the training data or drops them. One object is made for each batch, which is one whole split. */
+/** Decides for each sample whether it stays in the training data. One object is constructed per split. */
 export interface Filter {
   /**
-   * Returns nothing to keep the sample. What it remembers of the samples before it in the batch may count.
-   * @throws {Rejection} The sample is dropped, for this reason.
+   * Returns nothing to keep the sample. The result may depend on earlier samples of the split, for example to remove duplicates.
+   * @throws {Rejection} The sample is dropped.
    */
   check(sample: Sample): void;
 }
 
-/** A tenant's prompts, and the parsing of responses to them. */
+/** Builds a tenant's prompts and parses the responses. */
 export interface Prompt {
-  /** The conversation for one task: the last message is the user's, a system message is only at the start. */
+  /** The messages of the prompt for one task. The last message has the role user; only the first may be a system message. */
   messages(task: PromptTask, input: PromptInput): Message[];
   /**
-   * The rewrite in a model's response, never blank.
-   * @throws {Rejection} There is none.
+   * The rewrite in a model's response; not blank.
+   * @throws {Rejection} The response contains no rewrite.
    */
   parseRewrite(text: string): string;
   /**
-   * The judgement in a judge's response.
-   * @throws {Rejection} There is none, or its score is not within 0 to 5: never a guess.
+   * The score (0 to 5) and reason in a judge's response.
+   * @throws {Rejection} The response contains no score, or one outside of 0 to 5. Never guess a score.
    */
   parseJudgement(text: string): JudgeScore;
 }
@@ -324,21 +330,21 @@ export interface Prompt {
 /** Scores the style of the last turn of a dialogue. */
 export interface StyleScorer {
   /**
-   * Scores one dialogue, 0 (worst) to 1 (best).
-   * @throws {Rejection} It cannot be scored. That is not a score of 0.
+   * Scores one dialogue, from 0 (worst) to 1 (best).
+   * @throws {Rejection} The dialogue cannot be scored. That is not a score of 0.
    */
   score(dialogue: Dialogue, model: StyleModel): Score;
 }
 
 type From<T> = new (settings: Settings) => T;
 
-/** A part of an episode that a plugin must declare to get it. */
+/** An input of an episode that a plugin gets only if it declares it. */
 export type Input = "response" | "prompt" | "columns" | "baseline" | "retrieval" | "judgement" | "style";
 
-/** A class whose static lists declare what it reads: a run that cannot provide a part of `requires` is refused. */
+/** A class that declares its inputs. querl refuses a run that cannot provide an input of `requires`; those in `uses` are optional. */
 type Declaring<T, I extends string> = From<T> & { requires?: readonly I[]; uses?: readonly I[] };
 
-/** The classes of a plugin, one for each kind that it has; not both `reward` and `groupReward`. */
+/** The classes of a plugin by kind. At most one of `reward` and `groupReward`. */
 export interface Classes {
   prompt?: From<Prompt>;
   filter?: Declaring<Filter, "columns">;
@@ -347,64 +353,64 @@ export interface Classes {
   styleScorer?: From<StyleScorer>;
 }
 
-/** What `plugin.js` exports by default. */
+/** The default export of `plugin.js`. */
 export interface Plugin {
-  /** By the names that plugin.toml has for kinds. */
+  /** The classes by the kind's name in plugin.toml. */
   readonly kinds: Readonly<Record<string, From<unknown>>>;
 }
 
-/** Says what the plugin is made of: `export default plugin({ reward: Brevity })` in `plugin.js`. */
+/** Registers the plugin's classes: `export default plugin({ reward: Brevity })` in `plugin.js`. */
 export function plugin(classes: Classes): Plugin;
 
-/** A key that a plugin reads. */
+/** A setting that a plugin reads. */
 export interface SettingSpec {
   key: string;
   valueType: "text" | "number" | "integer" | "flag" | "texts";
-  /** In the text form of settings; `undefined` where the user must set one. */
+  /** The default as text; `undefined` if the user must set a value. */
   default: string | undefined;
   minimum?: number;
   maximum?: number;
   choices?: string[];
 }
 
-/** What a plugin says of itself, derived from its classes: what constructors read, and what classes declare. */
+/** The description of a plugin, derived from its classes: the settings that constructors read, and the declared inputs. */
 export function describe(plugin: Plugin): {
   kinds: string[];
   settings: SettingSpec[];
-  /** Under the default settings; `undefined` for other kinds than rewards and where a setting has no default. */
+  /** Range of totals with default settings; `undefined` if the plugin is not a reward or a setting has no default. */
   range: [number, number] | undefined;
-  /** Whether each declared input is required. */
+  /** Declared inputs; true for those in `requires`, false for those in `uses`. */
   inputs: Partial<Record<Input, boolean>>;
 };
 
-/** Characters (code points) of a text. `[...text].length` gives the same and costs a component thousands of instructions a character. */
+/** Number of code points. `[...text].length` is equal, but takes thousands of instructions per character in a component. */
 export function nChars(text: string): number;
 
-/** The text without these characters at its two ends; as `nChars`, for long texts. */
+/** Strips these characters from both ends of a text, without a regular expression, which is slow in a component. */
 export function stripped(text: string, characters: string): string;
 
-/** Lines for a person who is looking for a mistake: in a component to the host's log, natively to stderr. No result depends on them. */
+/** Debug log: to querl's log (`-v`) in a component, to stderr natively. It has no effect on results. */
 export const log: Record<"debug" | "info" | "warn" | "error", (message: string) => void>;
 
-/** Functions on texts that many plugins need; the SDKs for Rust and Python have the same, with equal results. */
+/** Text functions for plugins. The SDKs for Rust and Python have the same functions with bit-identical results. */
 export const text: {
-  /** The text in one spelling: full-width forms as ASCII, lower case, runs of blanks as one space. A light form of NFKC. */
+  /** Converts full-width forms to ASCII and letters to lower case, and collapses whitespace: a subset of NFKC, in lower case. */
   normalise(text: string): string;
-  /** Units of a normalised text: a run of ASCII letters and digits, or one other character, without blanks and punctuation. */
+  /** The units of the normalised text: each run of ASCII letters and digits, and each other character. Drops whitespace and punctuation. */
   units(text: string): string[];
-  /** The value of a text that is one number: `三百二十`, `一万零五`, `3.5万`, `百分之五` (0.05); `undefined` for any other text. */
+  /** Parses a text that is one number: `三百二十`, `一万零五`, `3.5万`, `百分之五` (0.05); `undefined` for any other text. */
   number(text: string): number | undefined;
-  /** The values of the numbers in a text, in order. */
+  /** Finds all numbers in a text, in order. */
   numbers(text: string): number[];
   /** Levenshtein distance in code points. */
   editDistance(a: string, b: string): number;
-  /** ROUGE-L of the units, 0 to 1 (Lin, 2004). */
+  /** ROUGE-L F1 over units, 0 to 1 (Lin, 2004). */
   rougeL(a: string, b: string): number;
-  /** Jaccard similarity of the sets of n-grams of units; 0 where both are empty. */
+  /** Jaccard similarity of the sets of n-grams over units; 0 if both are empty. */
   jaccard(a: string, b: string, n: number): number;
-  /** Share of the n-grams of units that occurred before in the text, 0 to 1. */
+  /** Share of repeated n-grams over units, 0 to 1: 1 - distinct / all. */
   repetition(text: string, n: number): number;
-  /** Penalty of an overlong response, -1 to 0: falls over the last `buffer` units before `maxLength` (DAPO, equation 13). */
+  /** Soft overlong penalty, -1 to 0: 0 up to `maxLength - buffer`, then linear to -1 at `maxLength` (DAPO, equation 13). */
   softOverlong(length: number, maxLength: number, buffer: number): number;
   nChars(text: string): number;
   stripped(text: string, characters: string): string;

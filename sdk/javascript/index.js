@@ -1,4 +1,4 @@
-// What the author of a querl plugin in JavaScript needs. Types and their documentation are in index.d.ts.
+// SDK for querl plugins in JavaScript. Types and their documentation are in index.d.ts.
 
 export { describe } from "./description.js";
 export { host, HostCallError } from "./host.js";

@@ -1,4 +1,4 @@
-// Lines for a person who is looking for a mistake: to stderr natively, to the host's log in a component.
+// Debug log: to stderr natively, to the host's log in a component.
 
 let write = (level, message) => console.error(`${level}: ${message}`);
 
@@ -9,7 +9,7 @@ export const log = {
   error: (message) => write("error", message),
 };
 
-/** Has lines go elsewhere. For the glue in guest/ only. */
+/** Replaces the receiver of log lines. For guest/ only. */
 export function sendLogTo(receiver) {
   write = receiver;
 }

@@ -1,8 +1,8 @@
-// Which classes a plugin is made of.
+// Registers the classes of a plugin.
 
 import { INPUTS } from "./description.js";
 
-/** By kind, as `plugin()` calls them: the kind's name in plugin.toml, and the methods that it needs. */
+/** For each argument of `plugin()`: the kind's name in plugin.toml, and the required methods. */
 const KINDS = {
   prompt: ["prompt", ["messages", "parseRewrite", "parseJudgement"]],
   filter: ["filter", ["check"]],

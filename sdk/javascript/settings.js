@@ -1,4 +1,4 @@
-// What the user set for this plugin.
+// The user's settings of a plugin, and typed readers for them.
 
 export class SettingError extends Error {
   constructor(key, message) {
@@ -25,7 +25,7 @@ export class Settings {
     return settings;
   }
 
-  /** Settings without values that record what is read. A reader without a fallback returns a value that is allowed. */
+  /** Empty settings that append every read to `into`. A reader without a fallback returns some valid value. */
   static recording(into) {
     const settings = new Settings();
     settings.#recorded = into;
@@ -94,7 +94,7 @@ export class Settings {
     return number;
   }
 
-  /** The fallback; without one, a usable value for a recording, or an error. */
+  /** The fallback. Without one: `usable` while reads are recorded, else an error. */
   #absent(key, expected, fallback, usable) {
     if (fallback !== undefined) return fallback;
     if (!this.#recorded) throw new SettingError(key, `expected ${expected}, got nothing; set it`);
@@ -106,12 +106,12 @@ export class Settings {
   }
 }
 
-/** As the host renders values: texts as they are, the rest as JSON, which numbers and booleans are too. */
+/** The text form that the host uses: strings unchanged, all other values as JSON. */
 function asText(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-/** `Number` alone reads blanks as 0 and knows hexadecimal. */
+/** Stricter than `Number`, which converts blank text to 0 and accepts hexadecimal. */
 function asNumber(text) {
   return /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(text) ? Number(text) : NaN;
 }

@@ -1,20 +1,21 @@
-// Functions on texts that many plugins need. Pure. The SDKs for Rust and Python have the same functions from `normalise` on;
-// sdk/testdata/text.jsonl has the results that all three give, to the bit. Documentation is in index.d.ts.
+// Text functions for plugins. All are pure. The SDKs for Rust and Python have the same functions from `normalise` on, with bit-identical
+// results, tested with sdk/testdata/text.jsonl. Documentation is in index.d.ts.
 //
-// In a component, a call, spreading or matching costs thousands of instructions a character: what most texts need does without.
+// In a component, function calls, spreading and regular expressions take thousands of instructions per character, so the common paths
+// avoid them.
 
-/** Characters (code points) of a text. */
+/** Number of code points of a text. */
 export function nChars(text) {
   let n = 0;
   for (let index = 0; index < text.length; index += 1) {
     const unit = text.charCodeAt(index);
-    // The second half of a pair is no character of its own.
+    // Skip low surrogates: a surrogate pair is one code point.
     if (unit < 0xdc00 || unit > 0xdfff) n += 1;
   }
   return n;
 }
 
-/** The text without these characters at its two ends. */
+/** Strips these characters from both ends of a text. */
 export function stripped(text, characters) {
   let [start, end] = [0, text.length];
   while (start < end && characters.includes(text[start])) start += 1;
@@ -22,15 +23,15 @@ export function stripped(text, characters) {
   return text.slice(start, end);
 }
 
-// `White_Space` of Unicode, which `\s` lacks U+0085 of and extends by U+FEFF.
+// Unicode `White_Space`. `\s` lacks U+0085 and has U+FEFF in addition.
 const BLANKS = /[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+/g;
-// A run of ASCII letters and digits, or one character that is no blank and no punctuation: ASCII, Latin-1, general, CJK, vertical.
+// A run of ASCII letters and digits, or one character that is neither whitespace nor punctuation (ASCII, Latin-1, general, CJK, vertical).
 const UNIT =
   /[0-9a-z]+|[^\x21-\x2f\x3a-\x40\x5b-\x60\x7b-\x7e \xa1\xa7\xab\xb6\xb7\xbb\xbf\u2000-\u206f\u3000-\u3003\u3008-\u3011\u3014-\u301f\u3030\ufe30-\ufe4f\uff5f-\uff65]/gu;
 const UNIT_ALONE = new RegExp(UNIT.source, "u");
 const DIGITS = byCharacter(["0〇零", "1一壹", "2二两贰", "3三叁", "4四肆", "5五伍", "6六陆", "7七柒", "8八捌", "9九玖"], (n) => n);
 const UNITS = byCharacter(["十拾", "百佰", "千仟", "万", "亿"], (n) => [10, 100, 1000, 1e4, 1e8][n]);
-/** Integers below it are exact. */
+/** All integers below this are exact in f64. */
 const END = 2 ** 53;
 
 function byCharacter(texts, value) {
@@ -41,14 +42,14 @@ const halfWidth = (text) => text.replace(/[\uff01-\uff5e]/g, (c) => String.fromC
 
 export function normalise(text) {
   const plain = halfWidth(text).replace(/[\u200b\ufeff]/g, "");
-  // Of a whole text, `toLowerCase` writes a final sigma in another way than of each code point.
+  // `toLowerCase` on a string converts a final Σ to ς. The other SDKs convert code points one by one, so do the same here.
   const lowered = plain.includes("Σ") ? Array.from(plain, (c) => c.toLowerCase()).join("") : plain.toLowerCase();
   return stripped(lowered.replace(BLANKS, " "), " ");
 }
 
-// What a UTF-16 code unit is in `units`: of a run of letters and digits, a unit, neither, or what normalisation changes in other ways.
+// Class of a UTF-16 code unit in `units`: part of a run of letters and digits; a unit; a separator; or changed by normalisation (slow path).
 const [RUN, SINGLE, SEPARATOR, OTHER] = [0, 1, 2, 3];
-// Pure, so that a plugin without `units` is built without it.
+// Marked as pure, so that the bundler drops the table from plugins that do not use `units`.
 const KINDS = /* @__PURE__ */ Uint8Array.from({ length: 0x10000 }, (_, code) => {
   const character = String.fromCharCode(code);
   if (/[0-9A-Za-z]/.test(character)) return RUN;
@@ -59,7 +60,7 @@ const KINDS = /* @__PURE__ */ Uint8Array.from({ length: 0x10000 }, (_, code) => 
 });
 
 export function units(text) {
-  // Names of this function, and no destructuring: names of the module and iterators cost more.
+  // Local variables and no destructuring: module variables and iterators are slower in a component.
   const found = [];
   const kinds = KINDS;
   const length = text.length;
@@ -116,7 +117,7 @@ function unsignedValue(text) {
   return digits.length > 0 && !digits.includes(undefined) ? Number(`${BigInt(value)}.${digits.join("")}`) : undefined;
 }
 
-/** A number in Chinese numerals without a fraction. */
+/** An integer in Chinese numerals. */
 function whole(text) {
   const characters = Array.from(text);
   if (characters.length === 0) return undefined;
@@ -187,7 +188,7 @@ export function jaccard(a, b, n) {
 
 export function repetition(text, n) {
   const ofText = units(text);
-  // Where no unit is there twice, no n-gram is.
+  // If all units are distinct, all n-grams are.
   if (new Set(ofText).size === ofText.length) return 0;
   const all = ngrams(ofText, n);
   return all.length === 0 ? 0 : 1 - new Set(all).size / all.length;
@@ -199,7 +200,7 @@ export function softOverlong(length, maxLength, buffer) {
   return length <= maxLength ? (free - length) / buffer : -1;
 }
 
-/** Each n-gram as one text: no unit has a blank in it. */
+/** The n-grams as strings, joined by spaces, which no unit contains. */
 function ngrams(ofText, n) {
   const found = [];
   for (let start = 0; start + n <= ofText.length; start += 1) {

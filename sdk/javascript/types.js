@@ -1,4 +1,4 @@
-// Types that several kinds of plugin share. What is unknown is `undefined`. Documentation is in index.d.ts.
+// Data types shared by the kinds of plugins. Unknown values are `undefined`. Documentation is in index.d.ts.
 
 const CODE = /^[a-z0-9_]{1,64}$/;
 
@@ -21,16 +21,16 @@ export class Rejection extends Error {
   }
 }
 
-/** Base of Candidate and Episode: one that comes as JSON keeps its JSON object, and builds each property when it is read. */
+/** Base class of Candidate and Episode. A record decoded from JSON keeps the JSON object and converts each property when it is read. */
 class Record {
-  /** The record of a JSON object in the encoding of json-rewards.wit. */
+  /** Creates the record from a JSON object in the encoding of json-rewards.wit. */
   static fromJson(json) {
     const record = Object.create(this.lazy);
     record.json = json;
     return record;
   }
 
-  /** A prototype whose properties are `getters` on `this.json`; objects that they make are kept. */
+  /** A prototype with `getters` that read `this.json`. They cache the objects that they create. */
   static lazyPrototype(getters) {
     const properties = Object.entries(getters).map(([name, read]) => [name, { get: read, enumerable: true }]);
     return Object.create(this.prototype, Object.fromEntries(properties));
@@ -132,7 +132,7 @@ export function contextFromJson(json = {}) {
   return { userProfile: json.user_profile, historySummary: json.history_summary };
 }
 
-/** A loop: in a component, `map` and a call for each hit cost more than the hits. */
+/** Written as a loop: in a component, `map` with a call per hit takes longer than the conversion itself. */
 export function hitsFromJson(json) {
   const hits = [];
   for (let index = 0; index < json.length; index += 1) {
@@ -150,7 +150,7 @@ export function hitsFromJson(json) {
 
 const messageFromJson = ({ role, content }) => new Message(role, content);
 
-/** A result under its name, or a failure under `failed`. */
+/** Decodes a result, stored in the key `result`, or a failure, stored in the key `failed`. */
 function either(json, result, read) {
   if (json === undefined) return undefined;
   return json.failed ? new CallFailure(json.failed.kind, json.failed.message) : read(json[result]);

@@ -55,7 +55,7 @@ RL_WARNINGS = {
 # Those of other stages, and a stop with an error.
 OTHER_WARNINGS = {
     "sft_noise": "the model is noise after sft",
-    "few_rows": "results are less conclusive",
+    "few_rows": "are less conclusive",
     "reranking": "reranking lowers",
 }
 STOPPED = "stopped"

@@ -234,7 +234,7 @@ fn decoder(frame: &[u8]) -> Result<Decoder<'_>, Damage> {
 }
 
 fn rest_of(mut decoder: Decoder<'_>) -> Result<&[u8], Damage> {
-    // The last content can arrive before the frame's checksum was looked at.
+    // The decoder can return the last content before it has checked the frame's checksum.
     decoder.finish_frame().map_err(|error| undecodable(&error))?;
     Ok(decoder.finish())
 }
@@ -332,7 +332,7 @@ fn end(stream: &mut Stream<'_, '_>) -> Result<(), Damage> {
     if stream.block()? != Some([0; BLOCK]) {
         return Err(Damage::new(TAR, "has no second end mark; the archive is truncated"));
     }
-    // Read without the limit, so that a stream of just the greatest size is not taken for a bomb.
+    // Reads without the limit, so that a stream of exactly the maximum size is not rejected as a decompression bomb.
     let mut byte = [0];
     match stream.source.read(&mut byte).map_err(|error| undecodable(&error))? {
         0 => Ok(()),

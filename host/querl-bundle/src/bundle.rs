@@ -142,7 +142,7 @@ fn check_sums(files: &BTreeMap<String, Vec<u8>>) -> Result<(), Damage> {
     if actual == written {
         return Ok(());
     }
-    // A line each; the first that differs says which file or which line was changed.
+    // Compares line by line: the first difference shows which file or which line was changed.
     for (index, line) in actual.lines().enumerate() {
         let (digest, name) = line.split_once("  ").expect("the line was just made so");
         let same_file = |line: &&str| line.split_once("  ").is_some_and(|(_, other)| other == name);
@@ -173,7 +173,7 @@ fn manifest(files: &BTreeMap<String, Vec<u8>>, origin: &str) -> Result<Manifest,
         return Err(refuse("has no section [bundle]; expected the manifest that packing completes".to_owned()));
     };
     let component = &files[names::COMPONENT];
-    // The sums were just found right, so that the component need not be read once more.
+    // The sums have just been verified, so the component need not be hashed again.
     let sums = String::from_utf8_lossy(&files[names::SUMS]);
     let digest = sums.lines().find_map(|line| line.strip_suffix(names::COMPONENT)).map_or("", str::trim_end);
     if bundle.component != digest || bundle.component_bytes != component.len() as u64 {
@@ -221,7 +221,7 @@ pub fn pack(folder: &Path, component: &[u8]) -> Result<Vec<u8>, BundleError> {
     files.insert(names::COMPONENT.to_owned(), component.to_vec());
     files.insert(names::SUMS.to_owned(), sums(&files).into_bytes());
     let bytes = archive::write(&files).map_err(|source| BundleError::io(folder, source))?;
-    // Whatever the reader would refuse is found here, by the author, and not by those who receive the file.
+    // Reads the bundle back, so that the author, and not a recipient, sees what the reader rejects.
     Bundle::from_bytes(&bytes, &folder.display().to_string())?;
     Ok(bytes)
 }

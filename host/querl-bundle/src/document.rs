@@ -161,7 +161,7 @@ impl<'a> Section<'a> {
         self.refuse_hidden(key, text).map(|()| Some(text))
     }
 
-    /// Rejects characters that are invisible or reorder text; spaces and line breaks are for the caller.
+    /// Rejects characters that are invisible or reorder text; the caller checks spaces and line breaks.
     fn refuse_hidden(&self, key: &str, text: &str) -> Result<(), BundleError> {
         let Some(c) = text.chars().find(|c| disturbs(*c) && !matches!(c, '\n' | '\r' | '\t')) else { return Ok(()) };
         let message = format!("has the character U+{:04X}, which hides or reorders text; take it out", u32::from(c));
@@ -277,7 +277,7 @@ pub(crate) fn or_list<'n>(words: impl Iterator<Item = &'n str>) -> String {
 /// The content of a regular file of at most `most` bytes; reading a device or pipe could block or never end.
 pub(crate) fn read_file(path: &Path, most: u64) -> Result<Vec<u8>, BundleError> {
     let failed = |source| BundleError::io(path, source);
-    // Asked before opening, which waits for a pipe's other end.
+    // Checked before opening, because opening a pipe blocks until its other end is open.
     if !std::fs::metadata(path).map_err(failed)?.is_file() {
         return Err(BundleError::folder(path, "is not a regular file"));
     }

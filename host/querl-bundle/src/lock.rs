@@ -166,7 +166,7 @@ impl LockFile {
     pub fn check(&self, found: &[LockEntry]) -> Vec<Difference> {
         let mut locked: Vec<_> = self.entries.iter().collect();
         let mut news: Vec<_> = found.iter().collect();
-        // The same plugin may be used twice, so that equal ones are paired first.
+        // The same plugin may be used twice, so equal entries are paired first.
         news.retain(|entry| take(&mut locked, |other| other.is_kept_by(entry)).is_none());
         let mut differences = Vec::new();
         for entry in news {
@@ -360,7 +360,7 @@ fn change(section: &Section<'_>) -> Result<LockChange, BundleError> {
 
 fn write_keys(text: &mut String, keys: &[(&str, Value)]) {
     for (key, value) in keys {
-        // One key at a time keeps our order, whatever order the library's table has.
+        // Written key by key, because the library's table may have another order of keys.
         write!(text, "{}", Table::from_iter([((*key).to_owned(), value.clone())])).expect("a string takes every text");
     }
 }

@@ -79,7 +79,7 @@ pub(crate) fn read(content: &[u8], digest: &str) -> Result<Vec<BundleSignature>,
         })?;
         signatures.push(BundleSignature { key, signature });
     }
-    // Sorted, each key once, nothing but what we would write: no byte may differ without being noticed.
+    // Requires the canonical form (sorted, each key once), so that every changed byte is detected.
     let is_sorted = signatures.is_sorted_by(|one, other| one.key.to_string() < other.key.to_string());
     match !signatures.is_empty() && is_sorted && self::text(&signatures) == text {
         true => Ok(signatures),
@@ -225,7 +225,7 @@ impl SigningKey {
     /// # Errors
     /// The file exists (it is not changed), or it cannot be written.
     pub fn write_new(&self, path: &Path) -> Result<(), BundleError> {
-        // Without the public key: OpenSSL reads version 1 alone.
+        // Without the public key: OpenSSL reads only version 1.
         let bytes = KeypairBytes { secret_key: self.key.to_bytes(), public_key: None };
         let pem = bytes.to_pkcs8_pem(LineEnding::LF).expect("an ed25519 key always has a PKCS#8 form");
         let mut options = OpenOptions::new();

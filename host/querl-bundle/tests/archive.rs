@@ -1,4 +1,4 @@
-//! Packing makes the same bytes from the same content, and any changed byte is noticed and named.
+//! Packing the same content gives the same bytes, and the error for a changed byte names the changed part.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -38,7 +38,7 @@ fn same_content_makes_the_same_bytes() {
     let first = packed();
     let folder = tempfile::tempdir().unwrap();
     let below = folder.path().join("elsewhere");
-    // Other times, other modes, other order of making.
+    // Files with other times and modes, created in another order.
     std::fs::create_dir_all(below.join("golden")).unwrap();
     std::fs::write(below.join("golden/first.jsonl"), "").unwrap();
     fill(&below);
@@ -84,7 +84,7 @@ fn every_truncated_file_is_refused() {
     assert!(refusal(&longer).contains("has bytes after its end"), "{}", refusal(&longer));
 }
 
-/// Somebody who changes content can compress and seal it again: then the sums name the part.
+/// An attacker can compress and seal changed content again: then `SHA256SUMS` does not match.
 #[test]
 fn changed_byte_in_each_part_is_named() {
     let key = querl_bundle::SigningKey::generate().unwrap();
@@ -109,7 +109,7 @@ fn changed_byte_in_each_part_is_named() {
     }
 }
 
-/// Somebody who changes content and sums alike is found by the signature.
+/// If both the content and `SHA256SUMS` were changed, the signature does not match.
 #[test]
 fn changed_content_with_new_sums_does_not_fit_the_signature() {
     let key = querl_bundle::SigningKey::generate().unwrap();
@@ -117,7 +117,7 @@ fn changed_content_with_new_sums_does_not_fit_the_signature() {
     changed.iter_mut().find(|entry| entry.name == b"README.md").unwrap().content = b"# other\n".to_vec();
     let error = refusal(&archive_of(&with_sums(changed.clone())));
     assert!(error.contains("signatures: has a signature in line 1 that does not fit the bundle"), "{error}");
-    // Without the signature the bundle is whole, and signed by nobody.
+    // Without the signature, the bundle is intact and unsigned.
     changed.retain(|entry| entry.name != b"signatures");
     let unsigned = Bundle::from_bytes(&archive_of(&with_sums(changed)), "x.querl").unwrap();
     assert!(unsigned.verify(&[key.public()]).is_err());

@@ -1,4 +1,4 @@
-//! Paths that lead to something else than a file of a sensible size.
+//! Paths that are not regular files, or are too large.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -17,7 +17,7 @@ const READERS: [Reader; 4] = [
     |path| Bundle::open(path).map(drop),
 ];
 
-/// Reading one to its end would take all memory; opening the other would wait for ever.
+/// Reading a device such as `/dev/zero` would use all memory; opening a pipe would block forever.
 #[cfg(unix)]
 #[test]
 fn devices_and_pipes_are_refused_at_once() {
@@ -30,7 +30,7 @@ fn devices_and_pipes_are_refused_at_once() {
             assert_eq!(error, format!("{}: is not a regular file", path.display()));
         }
     }
-    // The folder's manifest is looked at in the same way.
+    // The manifest in a folder is checked in the same way.
     std::os::unix::fs::symlink("/dev/zero", folder.path().join("plugin.toml")).unwrap();
     assert!(Manifest::read(folder.path()).unwrap_err().to_string().ends_with("plugin.toml: is not a regular file"));
 }
@@ -39,7 +39,7 @@ fn devices_and_pipes_are_refused_at_once() {
 fn files_too_large_are_not_read_to_their_end() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("large");
-    // Takes no room on the disk; read whole it would take that much memory.
+    // A sparse file: it uses no disk space, but reading it would need 1 TiB of memory.
     std::fs::File::create(&path).unwrap().set_len(1 << 40).unwrap();
     for (read, most) in READERS.into_iter().zip([1 << 20, 1 << 20, 1 << 20, 72 << 20]) {
         let error = read(&path).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Archives that nobody made with `querl plugin pack`.
+//! Invalid or malicious archives, which `querl plugin pack` cannot produce.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -12,7 +12,7 @@ fn refusal(archive: &[u8]) -> String {
     Bundle::from_bytes(archive, "x.querl").unwrap_err().to_string()
 }
 
-/// A whole bundle with one more entry at the place where its name belongs.
+/// A complete bundle with one more entry, in the sorted position of its name.
 fn with_entry(extra: Entry) -> Vec<u8> {
     let mut all = entries(&packed());
     let place = all.iter().position(|entry| entry.name > extra.name).unwrap_or(all.len());
@@ -119,7 +119,7 @@ fn missing_files_are_named() {
         let kept: Vec<_> = all.iter().filter(|entry| entry.name != name.as_bytes()).cloned().collect();
         assert!(refusal(&archive_of(&with_sums(kept))).contains(&format!("{name}: is missing")), "{name}");
     }
-    // A golden case that was taken out is still listed.
+    // A removed golden case is still listed in `SHA256SUMS`.
     let kept: Vec<_> = all.iter().filter(|entry| entry.name != b"golden/first.jsonl").cloned().collect();
     let error = refusal(&archive_of(&kept));
     assert!(error.contains("SHA256SUMS: has lines of files that are not there"), "{error}");
@@ -177,7 +177,7 @@ fn too_many_files_are_refused() {
 
 #[test]
 fn large_files_are_refused_by_their_headers() {
-    // Content is not there: the header alone is enough to refuse it.
+    // Without content: the reader must reject the header alone.
     for (name, size, expected) in [
         ("LICENSE", 2 << 20, "LICENSE: has 2097152 bytes; at most 1048576 are read"),
         ("golden/x.jsonl", 17 << 20, "golden/x.jsonl: has 17825792 bytes; at most 16777216 are read"),

@@ -1,4 +1,4 @@
-//! The lock file, and what it says of plugins that changed.
+//! The lock file, and the differences that it reports for changed plugins.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -124,7 +124,7 @@ fn a_signer_that_is_gone_or_another_is_a_change_and_a_new_one_is_none() {
     assert_eq!(accepted.changes[0].to, format!("0.1.0 ({what}, not signed)"));
 }
 
-/// A folder's `[limits]` decide what is dropped, though the component stays the same.
+/// The `[limits]` of a folder's manifest change which items are dropped, even if the component is the same.
 #[test]
 fn a_changed_manifest_of_a_folder_is_a_change() {
     let folder = |manifest: Option<char>| LockEntry {
@@ -189,7 +189,7 @@ fn accepted_change_is_recorded_and_no_longer_a_difference() {
     assert_eq!(file.changes.len(), 1);
 }
 
-/// A part of the lock file, what stands in its place, and a part of the message.
+/// A part of the lock file, its replacement, and a part of the error message.
 const MISTAKES: &str = r#"
 format = 1 => format = 2 => querl.lock:2: format is 2; this querl reads format 1; use a newer querl, or delete the file
 format = 1 =>  => querl.lock:1: the key format is missing; expected a whole number

@@ -1,4 +1,4 @@
-//! What a manifest may say, and how its mistakes are reported.
+//! Valid manifests, and the errors for invalid ones.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -39,7 +39,7 @@ fn manifest_written_and_read_again_is_the_same() {
     }
 }
 
-/// A part of the manifest, what stands in its place, and the message without `plugin.toml:`.
+/// A part of the manifest, its replacement, and the error message without `plugin.toml:`.
 const MISTAKES: &str = r#"
 id = "reward-brevity" => id = "Reward" => 2: plugin.id is "Reward"; expected 1 to 64 of a to z, 0 to 9 and -
 id = "reward-brevity" =>  => 1: the key plugin.id is missing; expected 1 to 64 of a to z, 0 to 9 and -
@@ -146,7 +146,7 @@ fn settings_of_the_user_are_checked() {
         ("max_chars = 1001", "setting `max_chars`: expected a whole number from 1 to 1000, got 1001"),
         ("max_chars = 1.0", "setting `max_chars`: expected a whole number from 1 to 1000, got 1.0"),
         ("mode = 'medium'", "setting `mode`: expected soft or hard, got \"medium\""),
-        // Symptom: it was to be quoted, and then refused as a text.
+        // Symptom: the error advised to quote the value, and the quoted text was rejected too.
         ("mode = nan", "setting `mode`: expected soft or hard, got nan"),
         ("weight = nan", "setting `weight`: expected a number of 0 or more, got nan"),
         ("weight = '1'", "setting `weight`: expected a number of 0 or more, got \"1\""),
@@ -186,7 +186,7 @@ fn fuel_of_a_call_is_requested_apart_from_that_of_an_item() {
     assert_eq!(Manifest::parse(&manifest.to_text(), "again").unwrap(), manifest);
 }
 
-/// Text that would take a stack frame for each of its levels.
+/// Text whose recursive parsing would need a stack frame per nesting level.
 #[test]
 fn deeply_nested_text_is_refused() {
     const LEVELS: usize = 100_000;
@@ -203,7 +203,7 @@ fn deeply_nested_text_is_refused() {
     }
 }
 
-/// A description that reads otherwise on a terminal than it is, and names that only look alike.
+/// A description that a terminal displays in another order than its characters, and names with look-alike characters.
 #[test]
 fn texts_that_hide_or_reorder_are_refused() {
     for (old, new, key, code) in [
@@ -219,7 +219,7 @@ fn texts_that_hide_or_reorder_are_refused() {
         assert!(error.contains(key) && error.contains(code), "{error}");
         assert!(!error.contains(['\u{202e}', '\u{200b}', '\u{ad}', '\u{2066}', '\u{200d}', '\u{feff}']), "{error:?}");
     }
-    // Nor does a message of the TOML library carry one to the terminal.
+    // An error message of the TOML library must not contain such a character either.
     let twice = "[plugin]\n\"\u{202e}a\" = 1\n\"\u{202e}a\" = 2\n";
     let error = Manifest::parse(twice, "plugin.toml").unwrap_err().to_string();
     assert!(error.contains("not valid TOML") && !error.contains('\u{202e}'), "{error:?}");

@@ -1,4 +1,4 @@
-//! Alone in its process, since it measures the process.
+//! The only test of its process, because it measures the memory of the process.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 
@@ -10,14 +10,15 @@ use querl_bundle::{Bundle, Manifest};
 use std::io::{Read, Write};
 use std::net::TcpListener;
 
-/// The most memory that the process ever held, in bytes.
+/// Peak resident memory of the process, in bytes.
 fn high_water() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
 }
 
-/// A file of some kilobytes whose component is `n_bytes` of zeros; made in pieces, so that making it takes no memory.
+/// A file of less than 300 kB whose component decompresses to `n_bytes` of zeros; written in chunks, so that creating it needs little
+/// memory.
 fn bomb(n_bytes: u64) -> Vec<u8> {
     let mut blocks = Entry::new("plugin.wasm", b"").blocks();
     let mut header = tar::Header::from_byte_slice(&blocks).clone();
@@ -30,7 +31,7 @@ fn bomb(n_bytes: u64) -> Vec<u8> {
     sealed(encoder.finish().unwrap())
 }
 
-/// The host of a registry whose answers do not end.
+/// Starts a registry whose responses never end; returns its host.
 fn endless_registry() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let host = listener.local_addr().unwrap().to_string();
@@ -55,14 +56,14 @@ fn bombs_and_endless_answers_are_refused_without_taking_memory() {
         let error = Bundle::from_bytes(bomb, "bomb.querl").unwrap_err().to_string();
         assert!(error.contains("refused as a bomb") || error.contains("at most 67108864 are read"), "{error}");
     }
-    // A line for each key, each with the long name before it, would be 50 GB.
+    // A table of one line per key, each with the long name as a prefix, would need 50 GB.
     let long_names =
         format!("[{}]\n", "a".repeat(500_000)) + &(0..60_000).map(|n| format!("k{n}=1\n")).collect::<String>();
     Manifest::parse(&long_names, "plugin.toml").unwrap_err();
-    // What a header claims may not be set aside before it is decoded.
+    // The size in a header must not be allocated before the content is decoded.
     let grown = high_water() - before;
     assert!(grown < 64 << 20, "{grown} bytes");
-    // Regression: an answer without an end was read until memory was full.
+    // Regression: an endless response was read until the memory was exhausted.
     let place = RegistryReference::parse(&format!("{}/a/b:1.0.0", endless_registry())).unwrap();
     let anonymous = Credentials::anonymous();
     let pulling = pull(&place, &anonymous, Transport::Secure);

@@ -1,4 +1,4 @@
-//! The seeds of the fuzzer are whole inputs: one that is refused at its first byte leads the fuzzer nowhere.
+//! The seeds of the fuzzer are valid inputs: a seed that is rejected at its first byte gives the fuzzer no coverage.
 #![allow(clippy::unwrap_used)]
 
 mod common;

@@ -108,6 +108,6 @@ fn public_keys_have_one_form() {
         let error = PublicKey::parse(text, "plugins.trusted_keys[0]").unwrap_err().to_string();
         assert_eq!(error, "plugins.trusted_keys[0]: not a public key; expected `ed25519:` and 64 of 0 to 9 and a to f");
     }
-    // The neutral element: a key that everybody can sign for.
+    // The neutral element of the curve: anyone can forge signatures of this key.
     assert!(PublicKey::parse(&zero_point, "x").unwrap_err().to_string().contains("not an ed25519 key"));
 }

@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let name = resolve.packages[package].name.clone();
     let version = name.version.as_ref().ok_or("the package has no version")?.to_string();
     let encoded = wit_component::encode(&resolve, package)?;
-    // What was written has to read back as the package with all its interfaces and worlds.
+    // The encoded package must decode to the same package, with all its interfaces and worlds.
     let DecodedWasm::WitPackage(read, read_package) = wit_component::decode(&encoded)? else {
         return Err("the encoded package reads back as a component".into());
     };

@@ -84,7 +84,7 @@ impl GoldenTypes for HostTypes {
     }
 
     fn episode(value: Value) -> Result<Episode, String> {
-        // As a line of a record, so that the checks of records apply to golden cases.
+        // Deserialized as a line of an episode file, so that the checks of records apply to golden cases.
         let line = json!({"format": EpisodeRecord::FORMAT, "episode": value}).to_string();
         let episode = episodes::parse(line.as_bytes(), 1)?.ok_or("`episode` is blank")?.episode;
         known_keys(&value, &json!(episode), "episode")?;
@@ -167,12 +167,12 @@ pub(crate) fn ranked(mut hits: Vec<Hit>) -> Vec<Hit> {
 fn known_keys(value: &Value, read: &Value, path: &str) -> Result<(), String> {
     match (value, read) {
         (Value::Object(value), Value::Object(read)) => {
-            // These refuse unknown keys themselves, and are written without what has no value.
+            // These types reject unknown keys themselves, and are serialized without empty fields.
             let is_strict = matches!(path, "episode" | "episode.policy" | "episode.baseline" | "episode.context")
                 || path.starts_with("samples ") && !path.contains('.');
             let mut known: BTreeSet<&str> = read.keys().map(String::as_str).collect();
             if path.starts_with("episode.") && path.contains(".hits ") {
-                // Hits of episodes are written without these where they have no value.
+                // Hits of episodes are serialized without these if they are empty.
                 known.extend(["id", "retrieval_score"]);
             }
             for (key, value) in value {
@@ -225,7 +225,7 @@ pub(crate) fn of_plugin(path: &Path, plugin: &Plugin) -> Vec<Case> {
     }
 }
 
-/// In cases of contract 0.1, a retrieval that is left out found nothing.
+/// In cases of contract 0.1, a missing retrieval means an empty list of hits.
 fn as_of_contract_0_1(case: &mut Result<GoldenCase<HostTypes>, String>) {
     if let Ok(GoldenCase { body: GoldenBody::Reward(episode, _), .. }) = case {
         let candidates = std::iter::once(&mut episode.policy).chain(&mut episode.baseline);

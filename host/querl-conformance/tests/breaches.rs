@@ -1,4 +1,4 @@
-//! Guests that break one rule each: the checks that notice, and no others.
+//! Guests that each violate one rule: exactly the checks of that rule fail.
 #![allow(clippy::unwrap_used)]
 
 mod common;

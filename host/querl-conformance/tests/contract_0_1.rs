@@ -1,4 +1,4 @@
-//! Components of contract 0.1, kept as they were published, load and score as they did.
+//! Published components of contract 0.1, stored unchanged, still load and return the same scores.
 #![allow(clippy::unwrap_used)]
 
 mod common;

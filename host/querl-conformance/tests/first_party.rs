@@ -1,4 +1,4 @@
-//! The plugins of this repository keep every rule.
+//! The plugins of this repository pass every check.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -6,7 +6,7 @@ mod common;
 use common::{check, failed, options, repository};
 use querl_conformance::{Outcome, Report, SuiteOptions};
 
-/// The whole suite with an author's defaults.
+/// Runs all checks with the default options of the command.
 fn whole(folder: &str) -> Report {
     let options = SuiteOptions { n_repeats: 1000, n_threads: 8, ..options("") };
     let report = querl_conformance::run(&repository().join(folder), &options).unwrap();

@@ -1,4 +1,4 @@
-//! The suite for hosts, on querl's own host and on hosts that keep no rule.
+//! The suite for hosts, run on querl's own host and on stub hosts that violate the protocol.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -50,7 +50,7 @@ fn querls_host_keeps_the_contract() {
 fn host_that_agrees_to_everything_fails() {
     let checks = run("while read -r line; do echo '{\"ok\": []}'; done", Vec::new());
     let failed = failed(&checks);
-    // `end` is the one request that may be answered with anything.
+    // `end` is the only request to which any reply is valid.
     assert_eq!(failed.len(), checks.len() - 1, "{failed:?}");
 }
 

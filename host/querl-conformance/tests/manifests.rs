@@ -92,7 +92,7 @@ fn a_golden_case_of_several_items_names_the_one_that_differs_by_its_index() {
     assert_eq!(failure(&report, "golden: 两条")[1], r#"at index 1: "keep""#);
 }
 
-/// Symptom: a plugin that cannot do without a column, or with one of another type, passed, and faulted with the table of another run.
+/// Symptom: a plugin that fails if a column is absent or has another type passed the suite, and faulted in a run with another table.
 #[test]
 fn columns_of_golden_cases_are_tried_absent_and_with_each_type() {
     let case = |breach: &str| {

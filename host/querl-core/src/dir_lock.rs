@@ -5,7 +5,7 @@ use std::io::{self, Read, Seek, Write};
 use std::path::Path;
 use std::time::Duration;
 
-/// The file of the lock in the locked folder.
+/// Name of the lock file in the locked folder.
 const LOCK_FILE: &str = ".in-use";
 
 /// Lock on a folder, held until it is dropped or the process ends, also by a crash.
@@ -61,10 +61,10 @@ impl DirLock {
     }
 }
 
-/// Longer than [`DirLock::holder`] has its lock.
+/// Longer than [`DirLock::holder`] holds its lock.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Another process may look for the holder at this moment; it does so for less than `pause`.
+/// Tries twice, because another process may be checking for the holder at this moment, which takes less than `pause`.
 fn try_twice(file: &File, pause: impl FnOnce()) -> Result<(), TryLockError> {
     match file.try_lock() {
         Err(TryLockError::WouldBlock) => {
@@ -77,7 +77,7 @@ fn try_twice(file: &File, pause: impl FnOnce()) -> Result<(), TryLockError> {
 
 fn holder_in(file: &mut File) -> String {
     let mut holder = String::new();
-    // Only a hint: without it the message is still true.
+    // Only a hint: the message is correct without it.
     let _ = file.read_to_string(&mut holder);
     holder.trim().to_owned()
 }

@@ -42,7 +42,7 @@ pub fn joined(parts: &[&str]) -> String {
     parts.join(" ")
 }
 
-/// Most characters of a history in a search text: the last ones are the latest turns.
+/// Maximum number of characters of a history in a search text: the last ones, which are the latest turns.
 const HISTORY_CHARS: usize = 500;
 
 /// Search text of a query, its history summary and an added text. Only the last 500 characters of the history are used, on one line, since
@@ -76,7 +76,7 @@ pub fn read_rewrite(
     }
     let edit = Edit::of(response);
     let text = match edit {
-        // Without a text there is nothing that the plugin could parse.
+        // Without a text there is nothing for the plugin to parse.
         Edit::Keep | Edit::WithHistory("") => return Ok(edit.apply(query, history)),
         Edit::Append(text) | Edit::WithHistory(text) | Edit::Replace(text) => text,
     };
@@ -84,12 +84,12 @@ pub fn read_rewrite(
     Ok(parsed.and_then(|parsed| edit.with_text(&parsed).apply(query, history)))
 }
 
-/// A response, with the text behind its marker.
+/// A parsed response, with the text after its marker.
 enum Edit<'a> {
     Keep,
     Append(&'a str),
     WithHistory(&'a str),
-    /// As it was given.
+    /// A complete rewrite, without a marker.
     Replace(&'a str),
 }
 
@@ -105,7 +105,7 @@ impl<'a> Edit<'a> {
         }
     }
 
-    /// The same edit with the parsed text, which may itself be an edit where no marker was seen before.
+    /// The same edit with the parsed text, which may itself be an edit if there was no marker before.
     fn with_text<'b>(&self, text: &'b str) -> Edit<'b> {
         match self {
             Self::Append(_) => Edit::Append(text),

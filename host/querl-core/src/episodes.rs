@@ -118,8 +118,8 @@ pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, Strin
 
 const FORMAT_2: u32 = 2;
 
-/// Adds what a line may leave out: the id (`line-N`), group and sample from an id `GROUP/INDEX`. A missing retrieval of format 2 means that
-/// nothing was found, and its ids of rollouts contain the step.
+/// Fills in missing fields: the id (`line-N`), and group and sample from an id `GROUP/INDEX`. In format 2, a missing retrieval means that
+/// nothing was found, and ids of rollouts contain the step.
 fn complete(episode: &mut Episode, format: u32, step: u64, line: usize) {
     if episode.id.is_empty() {
         episode.id = format!("line-{line}");
@@ -294,7 +294,7 @@ mod tests {
         assert!(error.ends_with(expected), "{error}");
     }
 
-    /// Whether `value` has all values of `part`; it may have more keys.
+    /// True if `value` has all values of `part`; it may have more keys.
     fn includes(value: &serde_json::Value, part: &serde_json::Value) -> bool {
         use serde_json::Value::{Array, Object};
         match (value, part) {
@@ -352,7 +352,7 @@ mod tests {
             let n_whole = kept.iter().filter(|byte| **byte == b'\n').count();
             match read_back() {
                 Ok(found) => {
-                    // A cut before a line end, which is no part of a record.
+                    // Truncated before a line break, which is not part of a record.
                     let n_found = n_whole + usize::from(kept.last().is_some_and(|byte| *byte != b'\n'));
                     prop_assert_eq!(&found[..], &records[..n_found]);
                 }

@@ -26,7 +26,7 @@ pub struct NotFinite {
     pub value: &'static str,
 }
 
-/// Values that are scanned at once, without a branch in between.
+/// Number of values that are scanned without a branch in between.
 const BLOCK: usize = 4096;
 
 impl FloatFormat {
@@ -42,13 +42,13 @@ impl FloatFormat {
 
     /// The first NaN or Inf among the values in `bytes`; `None` if all are finite.
     pub fn first_not_finite(self, bytes: &[u8]) -> Option<NotFinite> {
-        // All bits of the exponent, then the bits below it: any of these makes a NaN.
+        // Mask of the exponent, and mask of the mantissa: NaN has all bits of the first and any of the second.
         match self {
             Self::F64 => find(bytes, u64::from_le_bytes, 0x7ff0_0000_0000_0000, 0x000f_ffff_ffff_ffff),
             Self::F32 => find(bytes, |b| u64::from(u32::from_le_bytes(b)), 0x7f80_0000, 0x007f_ffff),
             Self::F16 => find(bytes, |b| u64::from(u16::from_le_bytes(b)), 0x7c00, 0x03ff),
             Self::Bf16 => find(bytes, |b| u64::from(u16::from_le_bytes(b)), 0x7f80, 0x007f),
-            // 448, its largest number, has all bits of the exponent set: NaN alone has those below it too.
+            // 448, the largest number, has all exponent bits set; only NaN also has all mantissa bits set.
             Self::F8E4M3 => find(bytes, |[b]| u64::from(b), 0x7f, 0x07),
         }
     }
@@ -113,7 +113,7 @@ mod tests {
             assert_eq!(finite.len(), format.size());
             assert_eq!(format.first_not_finite(&finite.repeat(3 * BLOCK)), None, "{format:?}");
             for index in [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 7] {
-                // From an odd address too.
+                // Also from an odd address.
                 let bytes = [vec![0], finite.repeat(index), other.clone(), finite.repeat(9), other.clone()].concat();
                 assert_eq!(format.first_not_finite(&bytes[1..]), Some(NotFinite { index, value }), "{format:?}");
             }

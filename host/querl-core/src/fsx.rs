@@ -32,7 +32,7 @@ pub fn write_atomic_with(
 #[derive(Debug)]
 pub struct AtomicFile {
     path: PathBuf,
-    /// Without the path of the temporary file, which would be in its errors.
+    /// A writer whose errors do not contain the path of the temporary file.
     writer: io::BufWriter<std::fs::File>,
     temporary: tempfile::TempPath,
 }
@@ -71,10 +71,10 @@ impl AtomicFile {
     }
 }
 
-/// Makes a rename to `path` survive a power failure, where the file system can.
+/// Syncs the folder, so that a rename to `path` survives a power failure, if the file system supports it.
 fn sync_folder(path: &Path) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    // A folder that may be written and not read cannot be opened.
+    // A folder with write but no read permission cannot be opened.
     let Ok(folder) = std::fs::File::open(folder) else { return Ok(()) };
     match folder.sync_all() {
         Err(error) if !matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => Err(error),
@@ -120,7 +120,7 @@ pub fn is_exhausted(error: &io::Error) -> bool {
     is_kind || is_out_of_handles(error)
 }
 
-/// `ENFILE` and `EMFILE`, which have no kind; their numbers are the same on Linux, macOS and the BSDs.
+/// True for `ENFILE` and `EMFILE`, which have no `ErrorKind`; their numbers are the same on Linux, macOS and the BSDs.
 fn is_out_of_handles(error: &io::Error) -> bool {
     cfg!(unix) && matches!(error.raw_os_error(), Some(23 | 24))
 }
@@ -310,7 +310,7 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
             let (line, offset) = (self.line, self.offset);
             if n_bytes > self.max_bytes as u64 {
                 let problem = format!("a line of more than {} bytes", self.max_bytes);
-                // The rest of the line is no record.
+                // The rest of the line is not a record.
                 self.reader.seek(io::SeekFrom::End(0)).ok();
                 return Some(Err(ReadError::Line { path: self.path.display().to_string(), line, problem }));
             }
@@ -387,13 +387,13 @@ pub(crate) fn fault(text: &[u8], error: &serde_json::Error) -> String {
     }
 }
 
-/// Key and value where a number or a flag stands for a string, by the parser's message and the byte where the value ends.
+/// Key and value if a number or a boolean was found instead of a string, from the parser's message and the byte where the value ends.
 fn value_without_quotes<'t>(text: &'t [u8], message: &str, end: usize) -> Option<(&'t str, &'t str)> {
     let found = message.strip_prefix("invalid type: ")?.strip_suffix(", expected a string")?;
     let before = std::str::from_utf8(text.get(..end)?).ok()?;
     let (before, value) = before.rsplit_once("\":")?;
     let (_, key) = before.rsplit_once('"')?;
-    // Of some records the parser names the end of the line instead.
+    // For some records the parser reports the end of the line instead.
     found.ends_with(&format!("`{}`", value.trim())).then_some((key, value.trim()))
 }
 

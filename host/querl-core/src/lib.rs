@@ -48,7 +48,7 @@ pub mod scoring;
 pub mod serving;
 pub mod text;
 
-/// The same cases in each run of a property test.
+/// Configuration of property tests: the same cases in each run.
 #[cfg(test)]
 pub(crate) fn properties(cases: u32) -> proptest::test_runner::Config {
     let rng_seed = proptest::test_runner::RngSeed::Fixed(7);

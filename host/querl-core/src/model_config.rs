@@ -33,9 +33,9 @@ pub mod bounds {
     pub const PARAMETERS: u64 = 1 << 42;
 }
 
-/// Keys that change nothing that a model computes: names and versions, token ids, types of stored weights, defaults of generation,
-/// labels, marks of tools; separated by spaces. Source: transformers' `PreTrainedConfig` and `GenerationConfig`; configurations on the
-/// Hugging Face hub.
+/// Keys that do not affect a model's computation: names and versions, token ids, types of stored weights, generation defaults, labels,
+/// marks of tools; separated by spaces. Source: transformers' `PreTrainedConfig` and `GenerationConfig`; configurations on the Hugging Face
+/// hub.
 const WITHOUT_EFFECT: &[&str] = &[
     // Names and versions.
     "_commit_hash _name_or_path architectures export_model_type is_llama_config language max_seq_length \
@@ -314,7 +314,7 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// A value in a message, cut after 60 characters.
+/// A value for a message, truncated to 60 characters.
 fn shown(value: &Value) -> String {
     const MAX_CHARS: usize = 60;
     let text = match value {

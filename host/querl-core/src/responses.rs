@@ -32,7 +32,7 @@ impl ResponseForm {
             return Ok(response);
         }
         match response.rsplit_once(THINKING_END) {
-            // The template puts two line breaks there.
+            // The template inserts two line breaks here.
             Some((_, answer)) => Ok(answer.trim_start_matches('\n')),
             None => {
                 let detail = "model.enable_thinking is true, and the response has no `</think>`";

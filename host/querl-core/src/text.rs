@@ -58,7 +58,7 @@ pub fn grouped(number: u64) -> String {
 pub fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Vec<&'n str> {
     // Jaro-Winkler similarity; below this, suggestions (`lr` for `learning_rate`) are no longer useful.
     const ALIKE: f64 = 0.75;
-    // A name of any length would make the comparison slow; none that long is a slip of the fingers.
+    // Long names would make the comparison slow, and are not typing errors.
     let name: String = name.chars().take(64).collect();
     let similar = known.map(|candidate| (strsim::jaro_winkler(&name, candidate), candidate));
     let mut similar: Vec<(f64, &str)> = similar.filter(|(likeness, _)| *likeness >= ALIKE).collect();
@@ -115,7 +115,7 @@ fn is_unspaced(c: char) -> bool {
         | '\u{f900}'..='\u{faff}' | '\u{20000}'..='\u{3ffff}')
 }
 
-/// Full-width forms are in the order of ASCII.
+/// Converts a full-width character to ASCII; both ranges have the same order.
 fn half_width(c: char) -> char {
     match c {
         '\u{ff01}'..='\u{ff5e}' => char::from_u32(c as u32 - 0xfee0).unwrap_or(c),

@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Times in rising order, and hits in all.
+/// Times in ascending order, and the total number of hits.
 fn ask(
     retriever: &EmbeddedRetriever,
     queries: &[Recorded],
@@ -79,12 +79,13 @@ fn ask(
     Ok((times, n_hits))
 }
 
-/// Writes passages with titles and sentences of others, chosen by a fixed series. Returns their mean length in characters.
+/// Writes passages composed of titles and sentences of others, chosen by a fixed pseudorandom series. Returns their mean length in
+/// characters.
 fn write_passages(from: &Path, to: &Path, n_passages: usize) -> Result<usize, Box<dyn Error>> {
     let passages = read_passages(from)?;
     let sentences: Vec<String> =
         passages.iter().flat_map(|passage| passage.text.split_inclusive(['。', '；'])).map(str::to_owned).collect();
-    // Knuth's multiplier for 64 bits; the upper half is the better one.
+    // Knuth's 64-bit linear congruential generator; its high bits are more random.
     let mut state = 1_u64;
     let mut choose = |n: usize| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -101,7 +102,7 @@ fn write_passages(from: &Path, to: &Path, n_passages: usize) -> Result<usize, Bo
     Ok(n_chars / n_passages)
 }
 
-/// Resident memory now and at its highest, as the kernel counts it: pages of the index that are mapped count while they are in use.
+/// Current and peak resident memory, from the kernel: mapped pages of the index count while they are in use.
 fn memory() -> Result<String, Box<dyn Error>> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let mib = |name: &str| {

@@ -49,7 +49,7 @@ enum Words {
     General,
 }
 
-/// The product's name and all words for the intent; the group is `product-intent`.
+/// An ideal rewrite: the product's name and all words for the intent; the group is `product-intent`.
 fn ideal(lexicon: &Lexicon, row: &QueryRow, words: Words) -> String {
     let (product, intent) = row.group.split_once('-').unwrap_or_default();
     let product = lexicon.products().iter().find(|entry| entry.id == product);
@@ -70,7 +70,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// One line of figures for one way to rewrite.
+    /// Prints the metrics of one rewriting method.
     fn show(&self, name: &str, rewrite: impl Fn(&QueryRow) -> String) -> Result<(), Box<dyn Error>> {
         let mut sums = [0.0; 7];
         for row in &self.rows {
@@ -100,7 +100,7 @@ impl Bench {
     }
 }
 
-/// The quality of the hits that a threshold leaves; they are sorted, best first.
+/// Retrieval quality of the hits above a threshold; `hits` are sorted, best first.
 fn quality(hits: &[Hit], threshold: f64) -> f64 {
     retrieval_quality(&hits[..hits.partition_point(|hit| hit.reranker_score >= threshold)])
 }

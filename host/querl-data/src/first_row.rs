@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::fmt;
 use std::path::Path;
 
-/// Most keys of a row that a message lists.
+/// Maximum number of keys in a message.
 const MOST_KEYS: usize = 16;
 
 /// Describes the keys of a row, as the predicate of a sentence: `has the keys id, text`.

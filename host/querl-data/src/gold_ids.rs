@@ -57,7 +57,7 @@ pub fn check_knowledge_base(
     let file = knowledge_base.file_name().unwrap_or_default().to_string_lossy();
     let problem = format!("gold id `{id}` is no id of {file} ({n_unknown} of {n_with_gold} rows with gold ids)");
     let mut known: Vec<&str> = ids.keys().map(String::as_str).collect();
-    // Of equally similar ids the same one each time.
+    // Sorted, so that the choice between equally similar ids is deterministic.
     known.sort_unstable();
     let action = format!("correct these ids or add their passages{}", hint(&id, &known));
     let in_most_rows = 2 * n_unknown > n_with_gold;
@@ -67,7 +67,8 @@ pub fn check_knowledge_base(
     }
 }
 
-/// Why no passage has the id, as a clause; empty where nothing is known. Spreadsheets read the id 078 as the number 78, and 1-2 as a date.
+/// The reason why no passage has the id, as a clause; empty if unknown. Spreadsheets convert the id 078 to the number 78, and 1-2 to a
+/// date.
 fn hint(id: &str, known: &[&str]) -> String {
     const REMEDY: &str = "format the column as text in the spreadsheet";
     fn is_number(id: &str) -> bool {
@@ -76,7 +77,7 @@ fn hint(id: &str, known: &[&str]) -> String {
     let bare = id.trim_start_matches('0');
     if is_number(id) {
         let same = known.iter().find(|other| is_number(other) && other.trim_start_matches('0') == bare);
-        // Another number is another id.
+        // Ids with different numbers are different.
         return same
             .map_or_else(String::new, |other| format!("; it differs from `{other}` in leading zeros: {REMEDY}"));
     }
@@ -92,7 +93,7 @@ mod tests {
     use crate::table::open_queries;
     use serde_json::json;
 
-    /// Regression: nothing was said of leading zeros that a spreadsheet lost, and a date was likened to the id 001.
+    /// Regression: the message did not mention leading zeros that a spreadsheet removed, and compared a date with the id 001.
     #[test]
     fn ids_that_a_spreadsheet_changed_are_explained() {
         let known = ["001", "0078", "078", "main-library"];

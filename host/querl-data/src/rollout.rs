@@ -35,16 +35,16 @@ pub struct RolloutServer {
     kind: RolloutServerKind,
     /// Name of the base model at the server.
     model: String,
-    /// `rollout.adapter`, with a hyphen: names of all adapters of this configuration begin with it.
+    /// `rollout.adapter` and a hyphen: the prefix of all adapter names of this configuration.
     adapter: String,
-    /// Names of this client's adapters begin with it. vLLM finds cached prefixes by an adapter's name: no name may stand for other
+    /// Prefix of this client's adapter names. vLLM identifies cached prefixes by adapter name, so a name must never be reused for other
     /// weights.
     name_prefix: String,
     adapter_dir: Option<String>,
     max_concurrent: usize,
     completions: Caller,
     adapters: Caller,
-    /// Sends after a stop too.
+    /// A caller that also sends requests after a stop.
     unloading: Caller,
     runtime: Handle,
     state: Mutex<HandoverState>,
@@ -52,18 +52,18 @@ pub struct RolloutServer {
 
 #[derive(Debug, Default)]
 struct HandoverState {
-    /// The base model is there, and adapters of earlier processes are unloaded.
+    /// True once the base model was found and adapters of earlier processes were unloaded.
     is_prepared: bool,
-    /// Name of the adapter that is loaded, or may be: a handover whose answer was lost.
+    /// Name of the adapter that is loaded, or that may be loaded because the response of a handover was lost.
     loaded: Option<String>,
-    /// The last handover has succeeded.
+    /// True if the last handover succeeded.
     is_loaded: bool,
 }
 
 /// Clients that this process has opened.
 static N_OPENED: AtomicU64 = AtomicU64::new(0);
 
-/// Timeout of the request that unloads the last adapter, in seconds: the end of a stage does not wait for a server that is gone.
+/// Timeout in seconds of the request that unloads the last adapter, so that the end of a stage does not wait for an unreachable server.
 const UNLOAD_TIMEOUT_S: f64 = 10.0;
 
 /// `GET /v1/models`.
@@ -178,7 +178,7 @@ impl RolloutServer {
         let body = json!({"lora_name": name, "lora_path": path});
         let loaded = post_adapter(&self.adapters, "/load_lora_adapter", &body).await;
         match loaded {
-            // An attempt whose answer was lost: the name is this process's and stands for these weights.
+            // An earlier attempt succeeded, but its response was lost: the name belongs to this process and identifies these weights.
             Err(failure) if failure.kind == FailureKind::Rejected && failure.message.contains("already") => Ok(()),
             Err(CallFailure { kind: kind @ (FailureKind::Rejected | FailureKind::ServerError), message }) => {
                 let remedy = match self.kind {
@@ -208,13 +208,13 @@ impl RolloutServer {
             .map_err(|refusal| self.failure(FailureKind::InvalidResponse, refusal.what))
     }
 
-    /// Every setting is sent: the defaults of a server are those of the model's generation configuration.
+    /// Sends all settings, because a server's defaults come from the model's generation configuration.
     fn request(&self, adapter: &str, prompt: &RolloutPrompt, sampling: &RolloutSampling) -> Value {
         let top_k = if sampling.top_k == 0 { -1 } else { i64::try_from(sampling.top_k).unwrap_or(i64::MAX) };
         let mut body = json!({
             "prompt": prompt.token_ids,
             "n": prompt.n,
-            // The servers take signed numbers of 64 bits.
+            // The servers expect signed 64-bit numbers.
             "seed": prompt.seed.cast_signed(),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -230,7 +230,7 @@ impl RolloutServer {
             "return_token_ids": true,
         });
         if sampling.temperature > 0.0 {
-            // Of the sampled token alone.
+            // Log-probability of the sampled token only.
             body["logprobs"] = json!(0);
         }
         match self.kind {
@@ -247,7 +247,7 @@ impl RolloutServer {
         self.completions.failure(kind, &what)
     }
 
-    /// The adapter's folder as the server sees it.
+    /// Path of the adapter's folder on the server.
     fn path_at_server(&self, folder: &Path) -> String {
         match (&self.adapter_dir, folder.file_name()) {
             (Some(parent), Some(name)) => format!("{}/{}", parent.trim_end_matches('/'), name.to_string_lossy()),
@@ -256,7 +256,7 @@ impl RolloutServer {
     }
 }
 
-/// Whether a name is `prefix`, then `NUMBER-NUMBER-vNUMBER`.
+/// True for a name of the form `prefix` + `NUMBER-NUMBER-vNUMBER`.
 fn is_adapter_of(prefix: &str, name: &str) -> bool {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let parts: Option<Vec<&str>> = name.strip_prefix(prefix).map(|rest| rest.split('-').collect());
@@ -268,7 +268,7 @@ fn is_adapter_of(prefix: &str, name: &str) -> bool {
     }
 }
 
-/// An adapter that is not there, as after a restart of the server, is unloaded.
+/// Unloads an adapter. An unknown adapter (the server was restarted) counts as unloaded.
 async fn unload_adapter(caller: &Caller, name: &str) -> Result<(), CallFailure> {
     match post_adapter(caller, "/unload_lora_adapter", &json!({"lora_name": name})).await {
         Err(failure) if failure.kind == FailureKind::Rejected && says_not_there(&failure.message) => {
@@ -279,7 +279,7 @@ async fn unload_adapter(caller: &Caller, name: &str) -> Result<(), CallFailure> 
     }
 }
 
-/// vLLM: 404, "cannot be found"; SGLang: 400, "does not exist".
+/// True if an error message says that the adapter does not exist. vLLM: 404, "cannot be found"; SGLang: 400, "does not exist".
 fn says_not_there(message: &str) -> bool {
     let message = message.to_lowercase();
     ["not found", "cannot be found", "does not exist", "not loaded"].iter().any(|words| message.contains(words))
@@ -334,13 +334,13 @@ impl RolloutEngine for RolloutServer {
     }
 }
 
-/// A request for each response, with seeds as vLLM derives them.
+/// One request per response, with the same seeds that vLLM derives.
 fn single_responses(prompt: &RolloutPrompt) -> impl Iterator<Item = RolloutPrompt> + '_ {
     let request = move |index: u64| RolloutPrompt { seed: prompt.seed.wrapping_add(index), n: 1, ..prompt.clone() };
     (0..prompt.n as u64).map(request)
 }
 
-/// The responses of an answer, each with all of its tokens.
+/// Parses the responses of a completion, each with all of its tokens.
 fn responses(
     answer: &Value,
     prompt: &RolloutPrompt,

@@ -122,15 +122,15 @@ struct Recording {
 
 /// Key or column of the rewrites.
 const REWRITE: &str = "rewritten_query";
-/// Most keys that a message names.
+/// Maximum number of keys in a message.
 const MAX_UNREAD: usize = 16;
 
 /// Names of the keys of a recording, and which of them its lines have.
 struct Keys {
-    /// For query, profile and history the column that `[data]` names, then the field of querl's records.
+    /// For query, profile and history the column configured in `[data]`, then the field of querl's records.
     names: [[String; 2]; 3],
     seen: [bool; 3],
-    /// Of the characters of the query table, whose rows have the ids.
+    /// Character width setting of the query table, from whose rows the ids are computed.
     width: TextWidth,
     /// Columns of the query table that a recording does not need.
     unneeded: Vec<String>,
@@ -165,7 +165,7 @@ impl Keys {
         found
     }
 
-    /// The id of the query, profile and history of a line, read as those of the query table, and the query.
+    /// The id of the query, profile and history of a line, normalised as in the query table, and the query.
     fn id(&self, recording: &Recording) -> Result<(String, String), String> {
         let value = |name: &String| recording.others.get(name).filter(|value| !value.is_null());
         let [query, profile, history] = [0, 1, 2].map(|index| {
@@ -192,7 +192,7 @@ impl Keys {
         format!("{query} and `{REWRITE}`, and with {profile} and {history} where the query table has them")
     }
 
-    /// Which keys are not read, where a profile or history may be under one of them, as a clause.
+    /// The unread keys, as a clause, if one of them may contain the profile or history.
     fn hint(&self) -> Option<String> {
         let lacking: Vec<String> =
             self.names.iter().zip(self.seen).filter(|(_, seen)| !seen).map(|(names, _)| either(names)).collect();
@@ -204,12 +204,12 @@ impl Keys {
     }
 }
 
-/// Both names of a key, once where they are equal.
+/// Both names of a key; one if they are equal.
 fn either([configured, name]: &[String; 2]) -> String {
     if configured == name { format!("`{name}`") } else { format!("`{configured}` or `{name}`") }
 }
 
-/// An error where the first row is not one of a recording.
+/// Checks that the first row has the columns of a recording.
 fn check_columns(path: &Path, keys: &Keys) -> Result<(), DataError> {
     let Some(first) = FirstRow::read(path)? else { return Ok(()) };
     if keys.names[0].iter().any(|name| first.has(name)) && first.has(REWRITE) {
@@ -273,13 +273,13 @@ impl RecordedTeacher {
         };
         let Some(offset) = offsets.get(&hash_of(id)) else { return Ok(None) };
         let recording: Recording = lines.lock().unwrap_or_else(PoisonError::into_inner).read(*offset)?;
-        // Two ids may have one hash.
+        // Two ids may have the same hash.
         let is_same = self.keys.id(&recording).is_ok_and(|(own, _)| own == id);
         Ok(is_same.then_some(recording))
     }
 }
 
-/// The rewrites of a table, whose rows are read as those of the query table. A row without a rewrite has none recorded.
+/// The rewrites of a table, whose cells are normalised as in the query table. Rows without a rewrite are skipped.
 fn table_rewrites(path: &Path, keys: &mut Keys) -> Result<HashMap<String, String>, DataError> {
     let table = open_table(path)?;
     let [query, profile, history] = keys.columns(&table.header);
@@ -466,7 +466,7 @@ mod tests {
         assert!(error.ends_with(expected), "{error}");
     }
 
-    /// One file can be table and recording: its cells are read as those of the table.
+    /// The same file may be query table and recording: cells of both are normalised in the same way.
     #[test]
     fn cells_of_a_recording_are_read_as_those_of_the_query_table() {
         let (_folder, path) = crate::scratch_file("teacher.jsonl");

@@ -116,7 +116,7 @@ fn gold_ids_are_clicked_passages_and_judgements_outweigh_clicks() {
             feedback(3, json!({"clicked": ["p1"], "passage": "p3", "score": 0.5})),
             feedback(4, json!({"passage": "p3", "useful": false})),
             feedback(5, json!({"passage": "p3", "score": 0.2})),
-            // The last judgement of a request counts, and a click takes none back.
+            // The last judgement of a request counts, and a later click does not undo it.
             feedback(5, json!({"passage": "p3", "score": 0.9})),
             feedback(5, json!({"clicked": ["p3"]})),
             feedback(6, json!({"passage": "p5", "useful": true, "score": 0.1})),
@@ -177,7 +177,7 @@ fn near_duplicates_shared_gold_ids_and_reformulations_are_one_group() {
     );
 }
 
-/// They had one name, the normalised query, and were one group of a run.
+/// Regression: they had the same name, the normalised query, and were one group of a run.
 #[test]
 fn one_query_after_different_histories_is_in_different_groups() {
     let log = Log::new();

@@ -60,7 +60,7 @@ impl Bootstrap {
         })
     }
 
-    /// The 95% percentile interval of `figure` over resamples of whole clusters.
+    /// The 95% percentile interval of `figure` over resamples of clusters.
     fn resample<C>(self, mean: f64, clusters: &[C], figure: impl Fn(&[&C]) -> Option<f64>) -> Option<Interval> {
         let n_clusters = u32::try_from(clusters.len()).expect("fewer than 2^32 groups").max(1);
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);

@@ -43,7 +43,7 @@ pub struct ComparisonOptions {
 pub enum ComparisonVerdict {
     /// Non-inferior: the interval excludes a loss above the margin.
     Passed,
-    /// The whole interval is a loss above the margin.
+    /// All of the interval is a loss above the margin.
     Lost,
     /// The interval includes losses above and below the margin: there are too few queries.
     Unclear,
@@ -101,7 +101,7 @@ pub struct GroupDifference {
     pub difference: f64,
 }
 
-/// A query of both sides, with the values of the metric.
+/// A query that both systems have, with both values of the metric.
 struct Pair<'a> {
     records: [&'a EvalRecord; 2],
     values: [f64; 2],
@@ -218,7 +218,7 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
     })
 }
 
-/// Records by id and by the number of earlier rows with the same id, since a table may have a query twice.
+/// Records by query id and by the number of earlier rows with the same id, because a table may contain a query twice.
 type ByQuery<'a> = BTreeMap<(&'a str, usize), &'a EvalRecord>;
 
 fn by_query<'a>(side: &ComparedSystem<'a>) -> Result<ByQuery<'a>, EvalError> {
@@ -238,7 +238,7 @@ fn by_query<'a>(side: &ComparedSystem<'a>) -> Result<ByQuery<'a>, EvalError> {
     Ok(keyed.collect())
 }
 
-/// Without retrieval, or without ids of passages, every query would be a miss.
+/// Refuses records without retrieval or without passage ids, where every query would be a miss.
 fn check_retrieval(side: &ComparedSystem<'_>, metric: Metric) -> Result<(), EvalError> {
     let refused = |problem: &str, others: &str| {
         let (name, metric) = (side.name, metric.name());
@@ -260,7 +260,7 @@ fn gold(record: &EvalRecord) -> BTreeSet<&str> {
     record.query.gold_ids.iter().map(String::as_str).collect()
 }
 
-/// Largest difference of two values; `None` for a reward, whose range its plugin chooses.
+/// Largest possible difference of two values; `None` for a reward, whose range is set by its plugin.
 fn scale(metric: Metric) -> Option<f64> {
     match metric {
         Metric::Reward => None,
@@ -269,7 +269,7 @@ fn scale(metric: Metric) -> Option<f64> {
     }
 }
 
-/// The largest margin: a tenth of the scale, of a reward 0.1. A larger loss is no release.
+/// Refuses margins above a tenth of the scale (0.1 for a reward): a larger loss must not be released.
 fn check_margin(metric: Metric, margin: f64) -> Result<(), EvalError> {
     let largest = 0.1 * scale(metric).unwrap_or(1.0);
     if (0.0..=largest).contains(&margin) {
@@ -279,7 +279,7 @@ fn check_margin(metric: Metric, margin: f64) -> Result<(), EvalError> {
     Err(EvalError::Comparison(message))
 }
 
-/// Largest difference that a group can have; of rewards that of the values, at least 1.
+/// Largest possible difference of a group; for rewards, the largest observed difference, at least 1.
 fn range(metric: Metric, pairs: &[Pair<'_>]) -> f64 {
     let observed = || {
         let values = || pairs.iter().flat_map(|pair| pair.values);
@@ -294,7 +294,7 @@ fn has_equal_rewrites(records: [&EvalRecord; 2]) -> bool {
     first.is_some() && first == second
 }
 
-/// Whether a call or plugin of the second side failed, so that its value is unknown, and not the worst.
+/// True if a call or plugin of the second system failed: its value is then unknown instead of the worst one.
 fn is_reference_failed(metric: Metric, [first, second]: [&EvalRecord; 2]) -> bool {
     match &second.outcome {
         Err(rejection) => rejection.code == "teacher_failed",
@@ -305,7 +305,7 @@ fn is_reference_failed(metric: Metric, [first, second]: [&EvalRecord; 2]) -> boo
     }
 }
 
-/// Why a record has the worst value: no rewrite, or a call that failed. A response that cannot be read is a blank rewrite.
+/// The reason why a record has the worst value: no rewrite, or a failed call. A response that cannot be parsed counts as a blank rewrite.
 fn failure(metric: Metric, record: &EvalRecord) -> Option<String> {
     let Some(SystemAnswer { candidate, .. }) = answer(record) else { return failure_code(record) };
     match &candidate.judgement {
@@ -316,7 +316,7 @@ fn failure(metric: Metric, record: &EvalRecord) -> Option<String> {
     }
 }
 
-/// The value of a failure: the lower end of the scale, or the lowest reward of either side.
+/// The value of a failure: the lower end of the scale; for rewards, the lowest reward of both systems.
 fn worst_value(metric: Metric, records: &[[&EvalRecord; 2]]) -> f64 {
     if scale(metric).is_some() {
         return 0.0;
@@ -325,7 +325,7 @@ fn worst_value(metric: Metric, records: &[[&EvalRecord; 2]]) -> f64 {
     rewards.filter(|value| value.is_finite()).min_by(f64::total_cmp).unwrap_or(0.0)
 }
 
-/// The values of a query, a failure as the worst value; `None` where the metric applies to neither side.
+/// Both values of a query, with failures as the worst value; `None` if the metric applies to neither system.
 fn values(metric: Metric, records: [&EvalRecord; 2], worst: f64) -> Option<[f64; 2]> {
     let found = records.map(|record| metric.value(record).filter(|value| value.is_finite()));
     let needs_gold = matches!(metric, Metric::Top1 | Metric::Mrr);
@@ -334,7 +334,7 @@ fn values(metric: Metric, records: [&EvalRecord; 2], worst: f64) -> Option<[f64;
     applies.then(|| found.map(|value| value.unwrap_or(worst)))
 }
 
-/// The groups of the run that has fewer, by query: they are less likely to divide queries that depend on each other.
+/// Group of each query, from the run with fewer groups: these are less likely to separate dependent queries.
 fn group_names<'a>(pairs: &[Pair<'a>]) -> Vec<&'a str> {
     let of = |side: usize| pairs.iter().map(|pair| pair.records[side].query.group.as_str()).collect::<Vec<_>>();
     let n_distinct = |names: &[&str]| names.iter().collect::<BTreeSet<_>>().len();
@@ -374,7 +374,7 @@ const T_QUANTILES: [f64; 18] = [
 /// 97.5% quantile of the standard normal distribution.
 const Z_QUANTILE: f64 = 1.96;
 
-/// Percentile intervals of few groups are too narrow: they contain at least Student's interval.
+/// Widens a percentile interval to contain Student's t interval, because percentile intervals of few groups are too narrow.
 fn widened(drawn: Interval, standard_error: f64, n_groups: usize, metric: Metric) -> Interval {
     let Some(t) = n_groups.checked_sub(2).and_then(|index| T_QUANTILES.get(index)) else { return drawn };
     let (half, bound) = (t * standard_error, scale(metric).unwrap_or(f64::INFINITY));
@@ -385,13 +385,13 @@ fn widened(drawn: Interval, standard_error: f64, n_groups: usize, metric: Metric
     }
 }
 
-/// Groups that lose, or gain, where none of those that were drawn does.
+/// Unobserved groups that lose (or gain), if no observed group does.
 ///
-/// With 95% confidence a group like none of n is less than 3 / n of all ("rule of three"; Hanley and Lippman-Hand 1983, "If nothing goes
-/// wrong, is everything all right?"). A bootstrap and a standard error see only groups that were drawn: of equal differences their
-/// intervals have no width.
+/// With 95% confidence, groups unlike all of n observed ones are less than 3 / n of the population ("rule of three"; Hanley and
+/// Lippman-Hand 1983, "If nothing goes wrong, is everything all right?"). A bootstrap and a standard error depend only on observed groups:
+/// if all differences are equal, their intervals have no width.
 struct UnseenGroups {
-    /// Largest loss and gain of an unseen group: those of the metric where all groups are equal, else the largest difference of a group.
+    /// Largest loss and gain of an unobserved group: those of the metric if all groups are equal, else the largest difference of a group.
     size: f64,
     can_lose: bool,
     can_gain: bool,
@@ -417,7 +417,7 @@ impl UnseenGroups {
         Interval { low: interval.low.min(low), high: interval.high.max(high), mean }
     }
 
-    /// Groups for which [`widened`](Self::widened) ends at the limit; the mean is not the limit.
+    /// Number of groups for which [`widened`](Self::widened) would end at the limit; the mean must differ from the limit.
     fn n_groups_needed(&self, mean: f64, margin: f64) -> f64 {
         match mean + margin {
             above if above > 0.0 && self.can_lose => 3.0 * (self.size + mean) / above,
@@ -427,12 +427,12 @@ impl UnseenGroups {
     }
 }
 
-/// Rounding of a mean.
+/// Tolerance for rounding errors of a mean.
 const TOLERANCE: f64 = 1e-12;
 
 fn verdict(difference: &Interval, n_groups: usize, margin: f64) -> ComparisonVerdict {
     match () {
-        // One group has no variance, and proves nothing.
+        // A single group has no variance, so that nothing can be concluded.
         () if n_groups < 2 => ComparisonVerdict::Unclear,
         () if difference.low >= -margin - TOLERANCE => ComparisonVerdict::Passed,
         () if difference.high < -margin => ComparisonVerdict::Lost,
@@ -440,8 +440,8 @@ fn verdict(difference: &Interval, n_groups: usize, margin: f64) -> ComparisonVer
     }
 }
 
-/// Queries whose interval would end at the limit, `distance` from the mean: its width shrinks with the root of their number, and they have
-/// at least `n_groups_needed` groups. `None` where the mean is the limit.
+/// Number of queries for which the interval would end at the limit, which is `distance` from the mean: the width is inversely proportional
+/// to the square root of the number, and at least `n_groups_needed` groups are needed. `None` if the mean equals the limit.
 fn n_needed(n: usize, n_groups: usize, standard_error: f64, distance: f64, n_groups_needed: f64) -> Option<usize> {
     if distance.abs() <= TOLERANCE {
         return None;
@@ -452,7 +452,7 @@ fn n_needed(n: usize, n_groups: usize, standard_error: f64, distance: f64, n_gro
     Some((by_variance.max(for_groups).ceil() as usize).max(n + 1))
 }
 
-/// Groups that a text lists.
+/// Maximum number of groups in a text.
 const SHOWN_GROUPS: usize = 20;
 
 impl Comparison {
@@ -533,7 +533,7 @@ impl Comparison {
         self.n_equal_rewrites == self.n && self.difference.high - self.difference.low <= TOLERANCE
     }
 
-    /// Why the interval is wider than that of the bootstrap.
+    /// The reasons why the interval is wider than the bootstrap's.
     fn cautions(&self) -> Vec<String> {
         let (mut lines, n_groups) = (Vec::new(), self.n_groups);
         if n_groups < FEW_GROUPS {

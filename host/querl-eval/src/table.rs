@@ -9,7 +9,7 @@ use crate::verdict::first_paragraph;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-/// Longest line of the tables, in characters; metrics that do not fit go into a block below.
+/// Maximum line length of the tables, in characters. Metrics that do not fit are in a second block.
 const MAX_WIDTH: usize = 100;
 
 /// Renders the verdict on RL, the metrics of the systems, paired differences, controls, failures and notes. Ends with a line break.
@@ -43,8 +43,8 @@ fn second_text(evaluation: &Evaluation) -> String {
         systems.push(std::iter::once(name.to_owned()).chain(cells).collect());
     }
     let pairs = differences_grid(evaluation, &second.pairs, &SecondEvaluation::METRICS);
-    let never_asked = if second.is_of_training() { "" } else { ", which training never asked" };
-    let title = format!("on a second retriever ({}){never_asked}", second.retriever);
+    let not_trained_on = if second.is_of_training() { "" } else { ", not used in training" };
+    let title = format!("on a second retriever ({}){not_trained_on}", second.retriever);
     format!("\n{}\n{}", blocks(&title, &systems), blocks("", &pairs))
 }
 
@@ -65,7 +65,7 @@ fn differences_grid(
     grid
 }
 
-/// Length and words of the rewrites, and the pairs of equal length.
+/// Length and words of the rewrites, and paired differences at equal length.
 fn controls_text(evaluation: &Evaluation) -> String {
     let Some(controls) = &evaluation.controls else { return String::new() };
     let heads = ["system", "characters", "kept words %", "new gold words %"];
@@ -215,7 +215,7 @@ fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
     grid
 }
 
-/// The metrics of the paired differences: without those that [`Evaluation::without`] left out.
+/// The metrics of the paired differences: without those that [`Evaluation::without`] removed.
 fn compared(evaluation: &Evaluation) -> Vec<Metric> {
     let has = |metric: &Metric| evaluation.pairs.values().any(|pair| pair.contains_key(metric));
     Metric::COMPARED.into_iter().filter(has).collect()
@@ -277,7 +277,7 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
     failed
         .map(|(name, system)| {
             let total = system.n_scored + system.n_failed;
-            // A code is text of a plugin: a line break in it could imitate a line of the table.
+            // Codes are plugin text: a line break could imitate a line of the table.
             let one_line = |code: &str| code.split_whitespace().collect::<Vec<_>>().join(" ");
             let reasons: Vec<String> =
                 system.failures.iter().map(|(code, n)| format!("{} {n}", one_line(code))).collect();

@@ -123,7 +123,7 @@ pub(crate) fn without_sign_of_zero(text: String) -> String {
     if text.bytes().any(|byte| (b'1'..=b'9').contains(&byte)) { text } else { text.replace(['+', '-'], "") }
 }
 
-/// Written in place of a value that does not apply.
+/// Text for a value that does not apply.
 pub(crate) const NOT_APPLICABLE: &str = "-";
 
 pub(crate) fn or_dash<T>(value: Option<T>, format: impl FnOnce(T) -> String) -> String {

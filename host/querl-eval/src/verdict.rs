@@ -3,22 +3,22 @@
 use crate::evaluation::{Difference, Evaluation};
 use crate::metric::Metric;
 
-/// The metrics that decide, the first that a comparison of RL has: found passages come before rewards, which training optimises.
+/// Metrics for the verdict, in order of preference: retrieval quality precedes rewards, which training optimises.
 const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeScore, Metric::Reward];
 
-/// What RL is compared with.
+/// The systems that RL is compared with.
 const RIVALS: [(&str, &str); 3] = [("raw", "the raw queries"), ("sft", "SFT"), ("teacher", "the teacher")];
-/// Compared where it was evaluated.
+/// Compared if it was evaluated.
 const WITH_HISTORY: (&str, &str) = ("with_history", "the queries with their history");
 
-/// RL against one other system.
+/// The result of RL compared with one other system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Better,
     Worse,
     /// The interval includes 0.
     NotShown,
-    /// The evaluation lacks one of the two.
+    /// The evaluation lacks one of the two systems.
     Missing,
 }
 
@@ -42,7 +42,7 @@ pub(crate) fn first_paragraph(evaluation: &Evaluation) -> String {
             let (n, of) = (found.n_unchanged, found.n_answers);
             format!("{name} hardly rewrites: its rewrite is the query itself on {n} of {of} queries.")
         };
-        // More than nine of ten.
+        // More than 90 %.
         (10 * found.n_unchanged > 9 * found.n_answers).then(sentence)
     });
     unchanged.chain(rl_verdict(evaluation)).collect::<Vec<_>>().join(" ")
@@ -64,9 +64,9 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
     let is_compared = RIVALS.iter().any(|(rival, _)| on_second(rival).is_some());
     let elsewhere = match second {
         Some(second) if is_compared => {
-            let never_asked = if second.is_of_training() { "" } else { ", which training never asked" };
+            let not_trained_on = if second.is_of_training() { "" } else { ", not used in training" };
             let (retriever, found) = (&second.retriever, comparisons(Metric::Top1, &on_second));
-            format!("On a second retriever ({retriever}){never_asked}, RL {found}.")
+            format!("On a second retriever ({retriever}){not_trained_on}, RL {found}.")
         }
         Some(second) => {
             let why = match evaluation.n_gold {
@@ -75,14 +75,14 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
             };
             let retriever = &second.retriever;
             format!(
-                "A second retriever ({retriever}) was asked, but {why}, so it is not known whether this holds on it."
+                "A second retriever ({retriever}) was used, but {why}, so it is not known whether this holds on it."
             )
         }
-        None => "No second retriever was asked, so it is not known whether this holds on another one.".to_owned(),
+        None => "No second retriever was used, so it is not known whether this holds on another one.".to_owned(),
     };
     let here = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(found(rival, metric)));
     let there = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(on_second(rival)));
-    // Where the history alone does as much, the queries with it are what RL has to beat.
+    // If the queries with their history are as good, RL must be better than those.
     let lacks_gain = |[raw, _, with_history]: [Outcome; 3]| {
         raw == Outcome::Better && matches!(with_history, Outcome::Worse | Outcome::NotShown)
     };
@@ -112,8 +112,8 @@ fn comparisons(metric: Metric, found: &dyn Fn(&str) -> Option<Difference>) -> St
     format!("{raw}{with_history}, {sft}, and {teacher}")
 }
 
-/// From RL against the queries without training, which are called `queries`, and SFT: `here` on the retriever of its training, `there` on the
-/// second one.
+/// The conclusion from RL compared with the queries without training (called `queries` in the text) and with SFT: `here` on the retriever
+/// of training, `there` on the second one.
 fn conclusion(here: [Outcome; 2], there: [Outcome; 2], queries: &str) -> String {
     use Outcome::{Better, Missing, NotShown, Worse};
     match here {
@@ -203,14 +203,14 @@ mod tests {
         let expected = [
             "By top-1 %, RL is better than the raw queries (+20.0 [+10.0, +30.0]), is not shown to differ from SFT \
              (+1.0 [-10.0, +12.0]), and is worse than the teacher (-20.0 [-30.0, -10.0]).",
-            "On a second retriever (lexical), which training never asked, RL is better than the raw queries \
+            "On a second retriever (lexical), not used in training, RL is better than the raw queries \
              (+20.0 [+10.0, +30.0]), is worse than SFT (-20.0 [-30.0, -10.0]), and was not compared with the teacher.",
             "It is not shown that RL earned its cost: it is better than the raw queries, but not shown to be better than SFT alone.",
         ];
         assert_eq!(sentences, expected);
     }
 
-    /// Regression: nothing said that RL had learned to return the query.
+    /// Regression: the report did not say that RL had learned to return the query.
     #[test]
     fn a_system_that_returns_the_query_is_named_first() {
         let mut evaluation = evaluation(Metric::Top1, [NotShown; 3], None);
@@ -241,14 +241,14 @@ mod tests {
     }
 
     #[test]
-    fn second_sentence_says_where_no_second_retriever_was_asked() {
-        let expected = "No second retriever was asked, so it is not known whether this holds on another one.";
+    fn second_sentence_says_where_no_second_retriever_was_used() {
+        let expected = "No second retriever was used, so it is not known whether this holds on another one.";
         assert_eq!(rl_verdict(&evaluation(Metric::Top1, [Better; 3], None))[1], expected);
-        let mut asked = evaluation(Metric::Reward, [Better; 3], Some([Missing; 3]));
+        let mut used = evaluation(Metric::Reward, [Better; 3], Some([Missing; 3]));
         let said = |evaluation: &Evaluation| rl_verdict(evaluation).swap_remove(1);
-        assert!(said(&asked).starts_with("A second retriever (lexical) was asked, but nothing can be compared there"));
-        asked.n_gold = 0;
-        assert!(said(&asked).starts_with("A second retriever (lexical) was asked, but no query has gold passages, so"));
+        assert!(said(&used).starts_with("A second retriever (lexical) was used, but nothing can be compared there"));
+        used.n_gold = 0;
+        assert!(said(&used).starts_with("A second retriever (lexical) was used, but no query has gold passages, so"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Comparisons of two systems on the queries that are held out in the runs of both.
+//! Comparisons of two systems on queries that are held out in both runs.
 #![allow(clippy::unwrap_used)]
 
 use querl_core::records::{
@@ -7,14 +7,14 @@ use querl_core::records::{
 use querl_eval::{ComparedSystem, Comparison, ComparisonOptions, ComparisonVerdict, Metric, compare};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A record of query `id` in group `group` whose first hit is gold or another passage, whose response could not be read, or whose retrieval
-/// failed.
+/// A record of query `id` in group `group` whose first hit is the gold passage or another one, whose response could not be parsed, or whose
+/// retrieval failed.
 fn record(id: &str, group: &str, outcome: &str) -> EvalRecord {
     let hit =
         |id: &str| Hit { id: id.into(), text: String::new(), reranker_score: 0.5, retrieval_score: None, rank: 1 };
     let timeout = || CallFailure { kind: FailureKind::Timeout, message: String::new() };
     let (rewrite, retrieval) = match outcome {
-        // As `querl eval` writes a response that cannot be read.
+        // The form in which `querl eval` writes a response that cannot be parsed.
         "unreadable" => (String::new(), Ok(Vec::new())),
         "outage" => (format!("{outcome} {id}"), Err(timeout())),
         "gold" => (format!("{outcome} {id}"), Ok(vec![hit("g")])),
@@ -161,7 +161,7 @@ fn queries_with_gold_passages_in_one_run_alone_are_left_out_and_counted() {
     let text = found.to_text(["a", "b"]);
     assert!(text.contains("left out: 11 queries with gold passages in one of a and b alone\n"), "{text}");
     assert!(text.contains("\n29 queries in"), "{text}");
-    // A metric that does not use them keeps the queries.
+    // A metric that does not need gold passages includes these queries.
     for record in first.iter_mut().chain(&mut second) {
         record.outcome.as_mut().unwrap().win = Some(0.5);
     }
@@ -175,7 +175,7 @@ fn queries_with_gold_passages_in_one_run_alone_are_left_out_and_counted() {
     assert!(error.to_string().starts_with("each of 39 queries has gold passages in a or b alone"), "{error}");
 }
 
-/// Differences of +1 for 6 and -1 for 4 of 50 groups of 2: mean 0.04, standard error of clusters by hand.
+/// Differences of +1 for 6 and -1 for 4 of 50 groups of 2: mean 0.04, cluster standard error computed by hand.
 #[test]
 fn where_it_cannot_tell_it_says_how_many_queries_would() {
     let outcome =
@@ -209,7 +209,7 @@ fn few_groups_do_not_pass_by_a_narrow_interval() {
 
 #[test]
 fn groups_without_a_loss_do_not_prove_that_there_is_none() {
-    // Other rewrites, and no query of 20 groups is found by either: a loss of 15 points would be unseen once in 20 draws.
+    // Different rewrites that both find no gold passage in 20 groups: a loss of 15 points would remain unobserved in 1 of 20 samples.
     let (first, second) = (records(|_| "other", 40), records(|_| "another", 40));
     let none = compared(&first, &second, 0.0);
     assert_eq!((none.verdict, none.n_needed, none.n_equal_rewrites), (ComparisonVerdict::Unclear, None, 0));

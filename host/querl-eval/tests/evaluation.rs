@@ -13,7 +13,7 @@ use support::{answer, hit, invented_records, record};
 
 const OPTIONS: EvalOptions = EvalOptions { split: Split::Test, seed: 42, n_resamples: 200, lookups: Lookups::Made };
 
-/// Gold of row 2 is `p0002`, and so on.
+/// An answer for a row. The gold passage of row 2 is `p0002`, and so on.
 fn found(row: usize, gold_rank: Option<u32>, score: f64) -> Result<SystemAnswer, Rejection> {
     let gold = format!("p{row:04}");
     let hits = (1..=3).map(|rank| hit(if gold_rank == Some(rank) { &gold } else { "p9999" }, score, rank)).collect();
@@ -269,7 +269,7 @@ fn pass_at_k_is_averaged_over_the_queries_with_samples() {
     assert_eq!(json["pass_at_k"]["rl"]["k"]["2"]["mean"], 0.25);
 }
 
-/// Records of versions without these fields.
+/// Records that were written by versions without these fields.
 #[test]
 fn records_of_earlier_versions_are_read_and_have_no_second_retriever() {
     let line = r#"{"system": "rl", "query": {"id": "a", "row": 2, "original_query": "q", "group": "a"}, "outcome": {"Ok":
@@ -323,7 +323,7 @@ fn the_same_query_in_two_rows_is_two_queries() {
     assert_eq!(evaluation.n, 2);
 }
 
-/// `honest` is the probability of the run's style model, `audited` that of the second one.
+/// An answer with a style. `honest`: probability by the run's style model; `audited`: by the second model.
 fn in_style(text: &str, honest: f64, audited: Option<f64>) -> Result<SystemAnswer, Rejection> {
     let classes = |honest: f64| {
         let class = |label: &str, probability| StyleProbability { label: label.into(), probability };
@@ -340,7 +340,7 @@ fn in_style(text: &str, honest: f64, audited: Option<f64>) -> Result<SystemAnswe
 fn style_shifts_are_paired_differences_of_each_style_model() {
     let rows = [(2, 0.1, 0.4), (3, 0.5, 0.8), (4, 0.6, 0.9), (5, 0.2, 0.5), (6, 0.3, 0.6)];
     let before = rows.map(|(row, honest, _)| record("sft", row, in_style(&format!("答{row}"), honest, Some(honest))));
-    // The second model sees a smaller shift than the first, which was the reward.
+    // The second model gives a smaller shift than the first one, which was used as reward.
     let after = rows.map(|(row, before, after)| record("rl", row, in_style("不确定。", after, Some(before + 0.1))));
     let raw = rows.map(|(row, ..)| record("raw", row, Ok(answer("问", vec![]))));
     let evaluation = evaluate(&[before, after, raw].concat(), &OPTIONS).unwrap();

@@ -1,4 +1,4 @@
-//! The table for a terminal and the page for a browser.
+//! The terminal table and the HTML page.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -111,7 +111,7 @@ fn table_and_page_begin_with_the_verdict_and_show_the_comparisons() {
         assert!(line.chars().count() <= 120, "{line}");
     }
     let titles = [
-        "\non a second retriever (lexical), which training never asked\n",
+        "\non a second retriever (lexical), not used in training\n",
         "\nlength and words of the rewrites\n",
         "\npaired differences where both rewrites have about the same length\n",
         "\na gold passage first with at least one of k samples\npass@k %  1 ",
@@ -124,7 +124,7 @@ fn table_and_page_begin_with_the_verdict_and_show_the_comparisons() {
     }
 }
 
-/// Symptom: the queries of pairs with long names stood in a block without a title.
+/// Symptom: with long pair names, the column `queries` was in a block without a title.
 #[test]
 fn a_wide_table_of_equal_lengths_has_its_title_again() {
     let mut records = compared_records(40);
@@ -141,7 +141,7 @@ fn a_wide_table_of_equal_lengths_has_its_title_again() {
 fn page_without_a_second_retriever_and_samples_has_no_tables_of_them() {
     let html = page(&invented_records(6), &[], 2);
     assert!(!html.contains("<h2>On a second retriever</h2>") && !html.contains("<h2>pass@k</h2>"));
-    assert!(html.contains("No second retriever was asked"));
+    assert!(html.contains("No second retriever was used"));
 }
 
 #[test]
@@ -222,7 +222,7 @@ fn curves_show_their_last_value_and_missing_ones_are_named() {
     assert!(html.contains("timing_s&#x2f;step"));
 }
 
-/// Regression: a win rate of 0.5 was drawn for a run without retrieval.
+/// Regression: a win rate of 0.5 was plotted for a run without retrieval.
 #[test]
 fn a_run_without_retrieval_has_no_retrieval_curves() {
     let metrics = [json!({"stage": "rl", "step": 1, "avg_reward": 0.1, "win_rate": 0.5, "val/avg_top1": 0.0})];
@@ -234,7 +234,7 @@ fn a_run_without_retrieval_has_no_retrieval_curves() {
     assert!(!html.contains(drawn) && html.contains("Not recorded in this run: Win rate against the teacher, Top-1"));
 }
 
-/// Symptom: a score with 200 names made a report of 18 MB.
+/// Symptom: a score with 200 components made a report of 18 MB.
 #[test]
 fn of_many_names_the_most_used_are_shown_and_the_others_counted() {
     let of = |row: usize, names: std::ops::Range<usize>| {
@@ -243,7 +243,7 @@ fn of_many_names_the_most_used_are_shown_and_the_others_counted() {
         answered.reward = Some(Reward { total: 0.5, components: names.map(component).collect() });
         record("rl", row, Ok(answered))
     };
-    // The last 64 names are those of two answers.
+    // Two answers have the last 64 names.
     let records = [of(2, 0..256), of(3, 192..256)];
     let metrics: Vec<Value> = (0..450)
         .flat_map(|index| {

@@ -8,7 +8,7 @@
 //! Times are the GPU's own, between two events around each launch. Kernels that one call launches several times are summed. Bytes
 //! of tensors that fit into the second-level cache may beat the floor. On the simulated GPU (`tests/cuda`) the program only proves
 //! that it works: its times mean nothing.
-#![allow(clippy::unwrap_used)] // a program for people who measure
+#![allow(clippy::unwrap_used)] // a benchmark program
 
 #[path = "gpu_kernels/cases.rs"]
 mod cases;
@@ -24,12 +24,12 @@ use querl_model::{ComputeDevice, DecoderConfig, copies, matrix_products};
 use report::{Line, Rates};
 use std::collections::BTreeMap;
 
-/// The least that a kernel has to do in one call.
+/// The minimum work of a kernel in one call.
 #[derive(Clone, Copy)]
 enum Floor {
-    /// Read and written, each once.
+    /// Bytes that are read and written, each once.
     Bytes(f64),
-    /// Multiplications and additions, two for each pair.
+    /// Multiplications and additions: two operations per pair.
     Operations(f64),
 }
 
@@ -37,14 +37,14 @@ enum Floor {
 struct Case<'a> {
     name: String,
     run: Box<dyn FnMut() -> Result<()> + 'a>,
-    /// By kernel; those that are launched and not named here are shown without a floor.
+    /// Minimum work by kernel; launched kernels that are not listed are shown without it.
     floors: Vec<(&'static str, Floor)>,
 }
 
 #[derive(Clone)]
 struct Sizes {
     shape: DecoderConfig,
-    /// Rows of a training pass.
+    /// Number of rows of a training pass.
     n_rows: usize,
     n_sequences: usize,
 }
@@ -76,7 +76,7 @@ fn main() {
     }
 }
 
-/// What the GPU can do, in this run.
+/// Peak rates of the GPU, measured in this run.
 fn rates(gpu: &Gpu) -> Rates {
     let place = ComputeDevice::Accelerator(std::sync::Arc::new(gpu.clone()));
     let (products, copies) = (matrix_products(&place).unwrap(), copies(&place).unwrap());
@@ -90,8 +90,8 @@ fn rates(gpu: &Gpu) -> Rates {
     }
 }
 
-/// A line for each kernel that the case launches: the median over the repetitions of its time in one call. A case that fails is a
-/// line with its words: the others are still worth knowing.
+/// One line per kernel that the case launches: the median time per call over the repetitions. A failing case gives a line with its error,
+/// so that the others are still measured.
 fn measured(gpu: &Gpu, mut case: Case<'_>, repeats: usize) -> Vec<Line> {
     let mut times: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
     for index in 0..repeats + 2 {
@@ -105,7 +105,7 @@ fn measured(gpu: &Gpu, mut case: Case<'_>, repeats: usize) -> Vec<Line> {
         for KernelLaunch { name, milliseconds } in launched {
             *of_call.entry(name).or_default() += f64::from(milliseconds) / 1e3;
         }
-        // The first two bring code, memory and the clock.
+        // The first two calls load code, allocate memory and raise the clock rate.
         if index >= 2 {
             of_call.into_iter().for_each(|(name, seconds)| times.entry(name).or_default().push(seconds));
         }

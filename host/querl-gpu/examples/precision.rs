@@ -10,7 +10,7 @@
 //! weights, mean and largest error of a logit (and the mean size of a centred logit), mean divergence
 //! KL(f32 || type) of the next token in nats, share of positions with the same most likely token, and the change of the mean
 //! negative log-probability of the text.
-#![allow(clippy::unwrap_used)] // a program for people who measure
+#![allow(clippy::unwrap_used)] // a benchmark program
 
 use candle_core::{D, Device, Tensor};
 use querl_core::config::BaseDtype;
@@ -20,7 +20,7 @@ use std::path::PathBuf;
 const TOKENS_PER_TEXT: usize = 128;
 const N_TEXTS: usize = 64;
 
-/// Logits `(N, V)` of every position but the last of each text, and the negative log-probability of what follows.
+/// Logits `(N, V)` of all positions but the last of each text, and the negative log-probability of the next tokens.
 fn run(decoder: &Decoder, texts: &[Vec<u32>]) -> (Tensor, f64) {
     let batch = PackedBatch::new(texts.iter().map(Vec::as_slice));
     let (mut rows, mut targets) = (Vec::new(), Vec::new());
@@ -34,7 +34,7 @@ fn run(decoder: &Decoder, texts: &[Vec<u32>]) -> (Tensor, f64) {
     (logits, -f64::from(logprobs.mean_all().unwrap().to_scalar::<f32>().unwrap()))
 }
 
-/// The CPU, or the GPU that is named, with what it stores.
+/// The CPU, or the named GPU, with the dtypes that it supports.
 fn place(name: Option<String>) -> (ComputeDevice, Vec<BaseDtype>) {
     let storages = vec![BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4];
     match name.as_deref() {

@@ -12,8 +12,8 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-/// The program's functions, which are valid for the length of a job. Of an error in the program only the message is known here: the program
-/// keeps the error itself.
+/// The program's functions, which are valid for the length of a job. For an error in the program only the message is passed here; the
+/// program keeps the error itself.
 #[derive(Clone, Copy)]
 pub(crate) struct Host<'a>(&'a HostTable);
 
@@ -39,7 +39,7 @@ impl<'a> Host<'a> {
     }
 
     fn send(&self, event: &Event) {
-        // An event without a JSON form is not shown.
+        // An event that cannot be serialised is skipped.
         let Ok(bytes) = serde_json::to_vec(event) else { return };
         // SAFETY: the table is complete (see `new`), and the bytes are valid for the length of the call.
         unsafe { (self.0.event)(self.0.context, bytes.as_ptr(), bytes.len()) }
@@ -134,7 +134,7 @@ impl Environment for HostEnvironment<'_> {
 
 pub(crate) struct HostRollouts<'a>(pub(crate) Host<'a>);
 
-/// Only the message matters here: the program keeps the failure itself.
+/// Only the message is needed here, because the program keeps the failure itself.
 fn rollout_failure(message: String) -> CallFailure {
     CallFailure { kind: FailureKind::Rejected, message }
 }

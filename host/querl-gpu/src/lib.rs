@@ -63,7 +63,7 @@ pub unsafe extern "C" fn querl_cuda_run(job: *const u8, len: usize, host: *const
         JobResult::Failed(Failure::failed(message))
     };
     let result = result.unwrap_or_else(panicked);
-    // Every result has a JSON form: numbers of a successful training are finite, and errors have none.
+    // Every result can be serialised: numbers of a successful training are finite, and errors contain none.
     let bytes = serde_json::to_vec(&result).unwrap_or_default();
     // SAFETY: as the caller promises.
     unsafe { out.write(Bytes::from_vec(bytes)) };

@@ -1,4 +1,4 @@
-//! The C interface from both sides: [`Library`] calls the library's functions, and every failure comes back as an error.
+//! Tests of both sides of the C interface: [`Library`] calls the library's functions, and every failure is returned as an error.
 
 use super::*;
 use querl_core::config::{ModelConfig, RlConfig, SftConfig};
@@ -18,7 +18,7 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A fine-tuning with this seed panics, in tests.
+/// Seed with which a fine-tuning panics in tests.
 const PANIC: u64 = 0xdead;
 
 pub(super) fn panic_if_requested(work: &Work) {
@@ -89,7 +89,7 @@ impl MetricSink for Sink<'_> {
     }
 }
 
-/// An environment whose plugin breaks its contract.
+/// An environment whose plugin violates its contract.
 struct Faulty;
 
 impl Environment for Faulty {
@@ -320,7 +320,7 @@ fn versions_are_checked_before_anything_else() {
     extern "C" fn next() -> u32 {
         interface::ABI + 1
     }
-    // In a library of another interface only the version is looked up.
+    // Of a library with another interface version, only the version is looked up.
     let find = |name: &'static str| (name == "querl_cuda_abi").then_some(next as *const ());
     // SAFETY: the one function has the signature of the interface.
     let error = unsafe { Library::connect(find, "0.1.0") }.unwrap_err();
@@ -334,7 +334,7 @@ fn versions_are_checked_before_anything_else() {
     assert_eq!(error, LibraryError::Version { found: env!("CARGO_PKG_VERSION").into(), expected });
 }
 
-/// The library's answer to a program of another version, or to an invalid job.
+/// The library's result for a program of another version, or for an invalid job.
 fn answer(abi: u32, job: &[u8]) -> (i32, JobResult) {
     unsafe extern "C" fn event(_: *mut std::ffi::c_void, _: *const u8, _: usize) {}
     unsafe extern "C" fn request(_: *mut std::ffi::c_void, _: *const u8, _: usize, _: *mut Bytes) -> i32 {

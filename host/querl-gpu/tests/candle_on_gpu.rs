@@ -1,10 +1,10 @@
-//! candle's own operations, as far as they are used, on the device as on the CPU. Run by tests/cuda/run.sh on the simulated device,
-//! where it tests the simulation; on a GPU it tests the build.
+//! Compares the candle operations that querl uses on the GPU and the CPU. Run by tests/cuda/run.sh on the simulated GPU, where it tests the
+//! simulation; on a GPU it tests the build.
 #![cfg(feature = "cuda")]
 
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Runs `program` on both devices and compares what comes out: equal to `tolerance` of the largest value.
+/// Runs `program` on both devices and compares the results: equal within `tolerance` of the largest value.
 fn same_on_both(tolerance: f64, program: impl Fn(&Device) -> Result<Tensor>) -> Result<()> {
     let values = |device: &Device| program(device)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
     let (expected, got) = (values(&Device::Cpu)?, values(&Device::new_cuda(0)?)?);
@@ -17,7 +17,7 @@ fn same_on_both(tolerance: f64, program: impl Fn(&Device) -> Result<Tensor>) -> 
     Ok(())
 }
 
-/// Values between -1 and 1 that have no pattern.
+/// Values between -1 and 1 without a pattern.
 fn values(shape: (usize, usize), device: &Device) -> Result<Tensor> {
     let numbers: Vec<f32> = (0..shape.0 * shape.1).map(|at| (at as f32 * 12.9898).sin()).collect();
     Tensor::from_vec(numbers, shape, device)

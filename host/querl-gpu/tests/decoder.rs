@@ -1,7 +1,6 @@
-//! A decoder on a GPU compared with the same one on the CPU: log-probabilities, entropies, logits and the gradients of every tensor of
-//! an adapter. Both have the frozen weights in bf16; on the GPU activations are bf16 too, which is what the tolerances are for:
-//! a value of bf16 has 8 bits of mantissa, and errors of 2^-9 of single values add up over a few layers. Run by
-//! tests/cuda/run.sh without a GPU.
+//! A decoder on a GPU compared with the same one on the CPU: log-probabilities, entropies, logits and the gradients of every tensor of an
+//! adapter. Both have the frozen weights in bf16. Tolerances are needed because activations on the GPU are bf16, too: bf16 has 8 bits of
+//! mantissa, and relative errors of 2^-9 add up over a few layers. Run by tests/cuda/run.sh without a GPU.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
@@ -40,7 +39,8 @@ const DORA_TOLERANCE: f32 = 0.25;
 
 const DROPOUT: Option<Dropout> = Some(Dropout { p: 0.3, seed: 11 });
 
-/// Next to the sources, or in the folder that the environment names: this program is copied to machines with a GPU.
+/// Path of a golden file: next to the sources, or in the folder given by the environment, because this program is copied to machines with a
+/// GPU.
 fn golden(name: &str) -> PathBuf {
     let carried = std::env::var_os("QUERL_TEST_GOLDENS").map(PathBuf::from);
     let goldens = carried.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden"));
@@ -56,7 +56,7 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The longest has an answer of 40 tokens.
+/// Sequences; the longest response has 40 tokens.
 fn sequences() -> Vec<(Vec<u32>, usize)> {
     sequences::parting(60)
 }
@@ -82,12 +82,12 @@ impl Model {
         [load(&ComputeDevice::Cpu), load(&gpu_device())]
     }
 
-    /// What one of several ranks holds of it.
+    /// The shard of one of several ranks.
     fn part(name: &str, dtype: BaseDtype, place: &ComputeDevice, ranks: &Ranks) -> Self {
         Self::part_with(name, dtype, &LoraSettings::all_linear(3, 6.0), place, ranks)
     }
 
-    /// A and B get other values, magnitudes and whole modules are changed by up to a fifth.
+    /// Sets random A and B, and changes magnitudes and saved modules by up to 20 %.
     fn part_with(name: &str, dtype: BaseDtype, settings: &LoraSettings, place: &ComputeDevice, ranks: &Ranks) -> Self {
         let load =
             |place: &ComputeDevice, ranks: &Ranks| Decoder::load_shard(&golden(name), dtype, place, ranks).unwrap();
@@ -116,7 +116,7 @@ impl Model {
     }
 }
 
-/// Log-probabilities and entropies of all answers' tokens: `(N, 2)`.
+/// Log-probabilities and entropies of all response tokens: `(N, 2)`.
 fn logprobs(decoder: &Decoder, pass: &Pass<'_>) -> Tensor {
     let sequences = sequences();
     let batch = PackedBatch::shared(sequences.iter().map(|(tokens, _)| tokens.as_slice()));
@@ -129,7 +129,7 @@ fn logprobs(decoder: &Decoder, pass: &Pass<'_>) -> Tensor {
     decoder.token_logprobs(&hidden, targets, 0.8, pass.adapter).unwrap()
 }
 
-/// Gradients of a loss in which every log-probability and entropy has a weight of its own.
+/// Gradients of a loss in which every log-probability and entropy has a different weight.
 fn gradients(decoder: &Decoder, pass: &Pass<'_>, vars: &BTreeMap<String, Var>) -> BTreeMap<String, Vec<f32>> {
     let logprobs = logprobs(decoder, pass);
     let weights: Vec<f32> = (0..logprobs.elem_count()).map(|i| 0.3 + (i % 5) as f32 * 0.1).collect();
@@ -174,13 +174,13 @@ fn logits_of_all_rows_are_those_of_the_cpu() {
     }
 }
 
-/// Of a base in fewer bits, which the CPU widens to f32 and the GPU to bf16.
+/// With a quantized base, which the CPU dequantizes to f32 and the GPU to bf16.
 #[test]
 fn a_packed_base_has_the_logits_of_the_cpu() {
     let tokens: Vec<u32> = (0..60).map(|i| (i * 13 + 5) % 64).collect();
     for name in ["qwen2-tied", "qwen3-untied"] {
         for dtype in [BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4] {
-            // 60 rows are few, 120 are not.
+            // 60 rows use the kernel for few rows, 120 do not.
             for n_sequences in [1, 2] {
                 let [on_cpu, on_gpu] = [ComputeDevice::Cpu, gpu_device()].map(|place| {
                     let decoder = Decoder::load_on(&golden(name), Weights::Frozen, dtype, &place).unwrap();
@@ -207,7 +207,7 @@ fn gradients_of_every_adapter_tensor_are_those_of_the_cpu() {
     assert!(all.iter().all(|(off, tolerance)| off <= tolerance), "gradients are off by, of at most: {all:?}");
 }
 
-/// How far off the worst gradient is: length of the difference over the length of what is expected.
+/// The largest relative L2 error among all gradient tensors.
 fn worst_gradient(what: &str, found: &BTreeMap<String, Vec<f32>>, expected: &BTreeMap<String, Vec<f32>>) -> f32 {
     assert!(found.keys().eq(expected.keys()), "{what}: other tensors have gradients");
     let off = |(var, expected): (&String, &Vec<f32>)| {
@@ -220,7 +220,7 @@ fn worst_gradient(what: &str, found: &BTreeMap<String, Vec<f32>>, expected: &BTr
     all[0].0
 }
 
-/// Magnitudes; changes of the embedding and the head; and both of them trained whole, as copies of their own and as one.
+/// Covers magnitudes, adapted embedding and head, and saved copies of both, separate and tied.
 #[test]
 fn adapters_of_every_sort_have_the_results_and_gradients_of_the_cpu() {
     let plain = || LoraSettings::all_linear(3, 6.0);

@@ -1,11 +1,11 @@
-//! Every kernel is in the list of floors, against which kernels are measured.
+//! Every kernel is in the table of minimum work, with which kernels are measured.
 #![allow(clippy::unwrap_used)]
 
 use fancy_regex::Regex;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Names of the kernels up to what a macro appends: `attend_##D` is `attend`.
+/// Names of the kernels without macro suffixes: `attend_##D` is `attend`.
 fn kernels() -> BTreeSet<String> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
     let declared = Regex::new(

@@ -6,7 +6,7 @@
 //! A row of the table is one kernel on N rows: its best time of several, the share of the measured peak of multiplications and
 //! additions, the share of the measured bandwidth if every operand came from memory once, and, for products, the time of the
 //! `gemm` crate on the same operands, both taken in turns. Shares of bandwidth above 1 mean that the operands stay in caches.
-#![allow(clippy::unwrap_used)] // a program for people who measure
+#![allow(clippy::unwrap_used)] // a benchmark program
 
 #[path = "roofline/kernels.rs"]
 mod kernels;
@@ -34,7 +34,7 @@ const SHAPES: [ModelShape; 2] = [
 
 struct Work {
     operations: f64,
-    /// Bytes of all operands and results, each once.
+    /// Size in bytes of all operands and results, counted once.
     bytes: f64,
 }
 
@@ -87,7 +87,7 @@ fn print_row(shape: &ModelShape, mut kernel: Kernel, peaks: &peak::Peaks) {
     );
 }
 
-/// Best time of a kernel and of its reference, taken in turns until a second is spent, at least 5 times.
+/// Best time of a kernel and of its reference, measured alternately for a second, at least 5 times each.
 fn best_times(kernel: &mut Kernel) -> (Duration, Option<Duration>) {
     let (mut own, mut reference) = (Duration::MAX, None);
     let start = Instant::now();

@@ -12,7 +12,7 @@ pub struct PackedBatch {
     pub positions: Arc<Vec<u32>>,
     /// Prefix tree of the rows, which determines which rows attend to which.
     pub tree: Arc<RowTree>,
-    /// For each sequence the node that holds its last row.
+    /// For each sequence, the trie node of its last token.
     last_nodes: Vec<Option<usize>>,
 }
 
@@ -102,7 +102,7 @@ struct TrieNode<'a> {
 }
 
 impl<'a> Trie<'a> {
-    /// Adds a sequence; returns the node that its last token ends, now and after further sequences.
+    /// Inserts a sequence. Returns the node that ends with its last token; later insertions keep the index of that node.
     fn insert(&mut self, mut rest: &'a [u32]) -> Option<usize> {
         let mut parent = None;
         while let Some(&first) = rest.first() {
@@ -127,7 +127,7 @@ impl<'a> Trie<'a> {
         index
     }
 
-    /// Puts a node with the first tokens of `lower` above it; `lower` keeps its end.
+    /// Splits a node after `n_tokens` tokens: a new parent node gets the first tokens, and `lower` keeps the rest.
     fn split(&mut self, lower: usize, n_tokens: usize) -> usize {
         let upper = self.nodes.len();
         let node = &mut self.nodes[lower];
@@ -140,7 +140,7 @@ impl<'a> Trie<'a> {
         upper
     }
 
-    /// Rows in depth-first order, branches in the order of insertion.
+    /// Lists rows depth-first; branches are in the order of insertion.
     fn pack(&self, last: &[Option<usize>]) -> PackedBatch {
         let (mut token_ids, mut positions, mut nodes) = (Vec::new(), Vec::new(), Vec::<Node>::new());
         let mut packed_as = vec![0; self.nodes.len()];

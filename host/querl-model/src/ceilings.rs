@@ -17,7 +17,7 @@ pub struct Repeated {
 
 const REPEATS: usize = 10;
 
-/// Sizes double until a call takes so many seconds: shorter calls are mostly overhead.
+/// Seconds. Sizes are doubled until one call takes this long, because overhead dominates shorter calls.
 const LONG: f64 = 2e-3;
 
 /// Rows and columns of the largest matrices: 2^40 operations, more than a millisecond on any GPU.
@@ -77,7 +77,7 @@ fn timed(mut work: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
     Ok(seconds)
 }
 
-/// Rows of activations by a frozen weight, as in a layer.
+/// Time per call of a product of activations and a frozen weight, as in a layer.
 fn products_on_cpu(n: usize) -> Result<Vec<f64>> {
     let values: Vec<f32> = (0..n * n).map(|index| (index % 17) as f32 / 16.0 - 0.5).collect();
     let made = Tensor::from_vec(values, (n, n), &Device::Cpu)?;
@@ -85,7 +85,7 @@ fn products_on_cpu(n: usize) -> Result<Vec<f64>> {
     timed(|| linear(&made, &weight, None).map(drop))
 }
 
-/// A part for each core.
+/// Time per call of a memory copy, split over all cores.
 fn copies_on_cpu(n_bytes: usize) -> Result<Vec<f64>> {
     let n_threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (from, mut to) = (vec![1u8; n_bytes], vec![0u8; n_bytes]);

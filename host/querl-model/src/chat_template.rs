@@ -17,21 +17,21 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TryRecvError
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Largest source of a template. Those of published models have up to 20 KB.
+/// Maximum size of a template's source. Templates of published models have up to 20 KB.
 const MAX_SOURCE_BYTES: usize = 1 << 20;
-/// Most instructions of a rendering. A conversation of 1,000 messages takes about 200,000.
+/// Maximum number of minijinja instructions per rendering. A conversation of 1,000 messages takes about 200,000.
 const MAX_STEPS: u64 = 10_000_000;
-/// Counted in polls, so that a time in which the process or the machine is stopped counts as one.
+/// Time limit of a rendering. Counted in polls, so that a suspended process or machine adds only one poll.
 const MAX_TIME: Duration = Duration::from_secs(2);
-/// Most memory that the process may grow by during a rendering.
+/// Maximum growth of the process's memory during a rendering.
 const MAX_MEMORY_BYTES: u64 = 512 << 20;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
-/// Largest width or indentation, which minijinja allocates at once.
+/// Maximum width or indentation in a format string: minijinja allocates that many characters at once.
 const MAX_WIDTH: usize = 1_000_000;
-/// How often the memory of the process is read.
+/// Interval at which the memory of the process is read.
 const POLL: Duration = Duration::from_millis(10);
-/// Address space for the nested values that a loop can build within [`MAX_STEPS`]; freeing them is recursive. Where there is less, a
-/// smaller stack with fewer steps.
+/// Stack size of the rendering thread, and the instruction limit with it. A loop can build values nested as deeply as the instruction limit
+/// permits, and freeing them is recursive. If the first stack cannot be allocated, the second is used.
 const STACKS: [(usize, u64); 2] = [(512 << 20, MAX_STEPS), (64 << 20, MAX_STEPS / 8)];
 
 const NAME: &str = "chat";
@@ -43,18 +43,18 @@ pub struct ChatTemplate {
     special_tokens: Vec<(String, String)>,
     text: String,
     source: TemplateSource,
-    /// The thread that renders: started by the first rendering, abandoned at a limit.
+    /// The rendering thread: started by the first rendering, abandoned if a rendering exceeds a limit.
     renderer: Mutex<Option<Renderer>>,
 }
 
 type Rendered = Result<String, Failure>;
 
-/// Requests of a rendering thread: variables, and where the text goes.
+/// Channel to a rendering thread: template variables, and the channel for the rendered text.
 type Renderer = mpsc::Sender<(Value, SyncSender<Rendered>)>;
 
-/// Where a template is, for messages.
+/// Location of a template, for error messages.
 enum TemplateSource {
-    /// A file of its own.
+    /// The file `chat_template.jinja`.
     File(String),
     /// A key of `tokenizer_config.json`.
     Key(String),
@@ -174,7 +174,7 @@ impl ChatTemplate {
     }
 
     fn rendered(&self, variables: Value) -> Result<Rendered, String> {
-        // Held meanwhile, so that no rendering waits for another within its time.
+        // Held during the rendering: waiting for another rendering must not count as rendering time.
         let mut renderer = self.renderer.lock().unwrap_or_else(PoisonError::into_inner);
         let requests = match renderer.take() {
             Some(requests) => requests,
@@ -193,7 +193,7 @@ impl ChatTemplate {
 
 const PANICKED: &str = "rendering panicked";
 
-/// Starts a thread that renders until its requests are dropped, on the largest stack that can be had.
+/// Starts a thread that serves requests until the channel is closed, on the largest stack that can be allocated.
 fn start(environment: &Arc<Environment<'static>>) -> io::Result<Renderer> {
     let [large, small] = STACKS;
     start_on(large, environment.clone()).or_else(|_| {
@@ -208,7 +208,7 @@ fn start_on((stack_bytes, _): (usize, u64), environment: Arc<Environment<'static
     let thread = std::thread::Builder::new().name("chat template".into()).stack_size(stack_bytes);
     thread.spawn(move || {
         for (variables, reply) in requests {
-            // The receiver is gone where the caller has given up.
+            // Fails if the caller has given up.
             let _ = reply.send(render(&environment, variables));
         }
     })?;
@@ -224,7 +224,7 @@ fn read_bounded(path: &Path) -> Result<String, ModelError> {
     querl_core::fsx::read_text_bounded(path, MAX_SOURCE_BYTES as u64).map_err(ModelError::io(path))
 }
 
-/// As transformers renders: both trims on, Python's string methods, and a way for the template to complain.
+/// Jinja settings of transformers: `trim_blocks`, `lstrip_blocks`, Python's string methods and `raise_exception`.
 fn environment() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -275,7 +275,7 @@ fn check_width(width: Option<usize>) -> Result<(), Error> {
     }
 }
 
-/// What follows each `%` or `{` of a format string; a double one is text.
+/// The text after each `%` or `{` of a format string. A doubled character is an escape and skipped.
 fn fields(format: &str, mark: char) -> impl Iterator<Item = &str> {
     let mut rest = format;
     std::iter::from_fn(move || {
@@ -290,7 +290,7 @@ fn fields(format: &str, mark: char) -> impl Iterator<Item = &str> {
     })
 }
 
-/// A conversion without its key: `5d` of `(name)5d`.
+/// A `%` conversion without its key: `5d` for `(name)5d`.
 fn after_key(conversion: &str) -> &str {
     match conversion.strip_prefix('(') {
         Some(key) => key.split_once(')').map_or("", |(_, format)| format),
@@ -298,7 +298,7 @@ fn after_key(conversion: &str) -> &str {
     }
 }
 
-/// The format of a field without fill and alignment: `5}` of `names[0]:*>5}`.
+/// The format of a `{}` field without name, fill and alignment: `5}` for `names[0]:*>5}`.
 fn after_name(field: &str) -> &str {
     let mut rest = field;
     while let Some(at) = rest.find(['[', ':', '{', '}']) {
@@ -316,7 +316,7 @@ fn after_name(field: &str) -> &str {
     ""
 }
 
-/// Checks width and precision at the start of a text, and those that it takes from arguments (`*d`).
+/// Checks the width and precision at the start of a format, including those taken from arguments (`*d`).
 fn check_format(text: &str, args: &[Value]) -> Result<(), Error> {
     let is_format = |c: char| c.is_ascii_digit() || "<>^+- #,_.*".contains(c);
     let format = &text[..text.find(|c: char| !is_format(c)).unwrap_or(text.len())];
@@ -368,7 +368,7 @@ impl Write for BoundedOutput {
     }
 }
 
-/// The rendering, or the limit that it reached.
+/// Waits for the rendered text. The error names the limit that was exceeded.
 fn wait<T>(receiver: &Receiver<T>, memory_bytes: impl Fn() -> u64) -> Result<T, String> {
     let mut memory_before = None;
     for _ in 0..MAX_TIME.as_millis() / POLL.as_millis() {
@@ -430,7 +430,7 @@ mod tests {
         assert!(failure(&" ".repeat(MAX_SOURCE_BYTES + 1)).contains("has 1048577 bytes; expected at most 1048576"));
     }
 
-    /// Regression: every number in a format string was taken for a width.
+    /// Regression: every number in a format string was taken as a width.
     #[test]
     fn numbers_in_the_text_of_a_format_are_text() {
         for (template, expected) in [
@@ -444,8 +444,8 @@ mod tests {
         }
     }
 
-    /// Regression: time in which the process was stopped counted, and memory that other tests allocate. A reply that waits for the last poll is
-    /// taken.
+    /// Regression: the time limit included time in which the process was suspended, and the memory limit included memory that other tests
+    /// allocated. A reply that arrives before the last poll is accepted.
     #[test]
     fn the_limit_of_time_counts_polls() {
         let (sender, receiver) = mpsc::sync_channel::<()>(1);

@@ -33,7 +33,7 @@ pub(crate) fn required(directory: &Path, file: &str) -> Result<PathBuf, ModelErr
 
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The file of each tensor, as `model.safetensors.index.json` has it.
+/// The file of each tensor, from `model.safetensors.index.json`.
 fn weight_map(directory: &Path) -> Result<Option<BTreeMap<String, String>>, ModelError> {
     let index = directory.join(INDEX);
     if !index.is_file() {
@@ -55,7 +55,7 @@ fn weight_map(directory: &Path) -> Result<Option<BTreeMap<String, String>>, Mode
     Ok(Some(map.weight_map))
 }
 
-/// A shard is a file of the model's own folder.
+/// Checks that the name of a shard is a file in the model's folder, not a path to another folder.
 fn check_shard(directory: &Path, tensor: &str, shard: &str) -> Result<(), String> {
     if shard.is_empty() || shard == "." || shard == ".." || shard.contains(['/', '\\', ':', '\0']) {
         return Err(format!(
@@ -70,7 +70,7 @@ fn check_shard(directory: &Path, tensor: &str, shard: &str) -> Result<(), String
     }
 }
 
-/// The weight files of a model: one, or the shards that the index names.
+/// The weight files of a model: `model.safetensors`, or the shards that the index lists.
 pub(crate) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, ModelError> {
     let Some(map) = weight_map(directory)? else { return Ok(vec![required(directory, "model.safetensors")?]) };
     let shards: BTreeSet<String> = map.into_values().collect();
@@ -110,7 +110,7 @@ pub(crate) type Bytes<'a> = (DType, Vec<usize>, Cow<'a, [u8]>);
 /// The mapped safetensors files of a model. Bytes of tensors are checked for NaN and Inf when they are read.
 struct WeightFiles {
     files: Vec<(PathBuf, MmapedSafetensors)>,
-    /// Position in `files` by tensor.
+    /// Index in `files` for each tensor.
     routes: BTreeMap<String, usize>,
     directory: PathBuf,
 }
@@ -128,7 +128,7 @@ impl WeightFiles {
         Ok(opened)
     }
 
-    /// Takes each tensor from the shard that the index names.
+    /// Reads each tensor from the shard that the index assigns to it.
     fn follow(&mut self, weight_map: BTreeMap<String, String>) -> Result<(), ModelError> {
         for (name, shard) in weight_map {
             let path = self.directory.join(&shard);
@@ -173,7 +173,7 @@ pub(crate) fn unloaded(path: &Path, error: Error) -> ModelError {
     }
 }
 
-/// A checkpoint mapped into memory, with names and shapes checked; each tensor is read when it is needed.
+/// A memory-mapped checkpoint whose tensor names and shapes were checked. Values are read when needed.
 pub(crate) struct StoredModel {
     pub(crate) config: DecoderConfig,
     files: WeightFiles,
@@ -218,8 +218,7 @@ impl StoredModel {
         Ok(Tensor::from_raw_buffer(&bytes, dtype, &shape, &Device::Cpu)?)
     }
 
-    /// Type, shape and bytes of a tensor or of a slice, as stored. Rows are borrowed from the mapped file; of a range of columns only these
-    /// are read, and copied.
+    /// Stored type, shape and bytes of a tensor or a slice. Rows are borrowed from the mapped file; a range of columns is copied.
     ///
     /// # Errors
     /// There is no such tensor, or a value is NaN or Inf.
@@ -256,12 +255,12 @@ fn sliced<'a>(bytes: &'a [u8], shape: &[usize], axis: usize, range: &Range<usize
     }
 }
 
-/// Tensors that some checkpoints have and that are not needed: a tied head, constants of the rotary embedding.
+/// True for tensors that some checkpoints contain but the decoder does not need: a tied head, or constants of the rotary embedding.
 fn is_redundant(name: &str, config: &DecoderConfig) -> bool {
     (config.tie_word_embeddings && name == "lm_head.weight") || name.ends_with("rotary_emb.inv_freq")
 }
 
-/// The first line of an error: candle appends backtraces.
+/// The first line of an error message, without the backtrace that candle appends.
 fn first_line(error: &candle_core::Error) -> String {
     error.to_string().lines().next().unwrap_or_default().to_owned()
 }
@@ -289,13 +288,13 @@ pub fn save_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<(
 }
 
 pub(crate) trait Tensors {
-    /// Shape of a whole tensor.
+    /// Shape of the complete tensor.
     ///
     /// # Errors
     /// There is no tensor of that name.
     fn shape(&self, name: &str) -> Result<Vec<usize>, ModelError>;
 
-    /// The file that holds a tensor, for messages; `None` for tensors that were made in memory.
+    /// The file that holds a tensor, for messages; `None` for tensors that exist in memory only.
     fn file(&self, _name: &str) -> Option<&Path> {
         None
     }
@@ -472,12 +471,13 @@ impl<'a> WeightLoader<'a> {
         }
     }
 
-    /// The weight of a linear layer in the form that its products use.
+    /// The weight of a linear layer, packed for matrix products.
     pub(crate) fn weight(&mut self, name: &str) -> Result<Weight, ModelError> {
         self.weight_as(name, self.dtype)
     }
 
-    /// The embedding or the head, not quantized: the error in the logits would cost more than the memory saves.
+    /// The embedding or the head, not quantized: it is a small part of the memory, and its quantization error has a large effect on the
+    /// logits.
     pub(crate) fn table(&mut self, name: &str) -> Result<Weight, ModelError> {
         let dtype = match self.dtype {
             BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => BaseDtype::Bf16,
@@ -486,7 +486,7 @@ impl<'a> WeightLoader<'a> {
         self.weight_as(name, dtype)
     }
 
-    /// The error of a tensor whose values the type of the frozen weights cannot hold.
+    /// The error for a tensor with values that the storage type of the frozen weights cannot represent.
     fn unfit(&self, name: &str, error: Error) -> ModelError {
         match self.tensors.file(name) {
             Some(path) => ModelError::bad_file(path, format!("tensor `{name}`: {}", first_line(&error))),

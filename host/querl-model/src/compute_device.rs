@@ -103,7 +103,7 @@ impl ComputeDevice {
     }
 
     pub(crate) fn check(&self, weights: Weights, dtype: BaseDtype) -> Result<(), ModelError> {
-        // Trained weights are f32 everywhere.
+        // Trained weights are f32 on all devices.
         if matches!(self, Self::Cpu) || weights == Weights::Trained {
             return Ok(());
         }

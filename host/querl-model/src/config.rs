@@ -107,7 +107,7 @@ impl DecoderConfig {
     }
 
     /// Reads the decoder of a classifier from a classifier's `config.json` or a language model's. A classifier has no lm_head: the
-    /// configuration gets tied embeddings, and no pass uses that head.
+    /// configuration gets tied embeddings, and the classifier never computes logits with them.
     pub(crate) fn load_backbone(path: &Path) -> Result<Self, ModelError> {
         let family = |name: &str| {
             Family::of_architecture(name, LANGUAGE_MODEL).or_else(|| Family::of_architecture(name, CLASSIFIER))
@@ -131,7 +131,6 @@ impl DecoderConfig {
     }
 }
 
-// Tensors of a decoder.
 impl DecoderConfig {
     /// Path, number of outputs and number of inputs of every linear layer that LoRA adapts by default.
     pub(crate) fn linear_layers(&self) -> impl Iterator<Item = (String, usize, usize)> {

@@ -14,26 +14,26 @@ use tokenizers::{AddedToken, Tokenizer};
 
 /// The control tokens of a tokenizer (special tokens and tokens that act as such), and a copy of the tokenizer that encodes them as text.
 pub(crate) struct ControlTokens {
-    /// Longest first, with their ids.
+    /// Control tokens with their ids, longest first.
     tokens: Vec<(AddedToken, u32)>,
     first_bytes: BTreeSet<u8>,
-    /// Made with the first text that has a control token: few have, and a large tokenizer takes 50 ms to copy.
+    /// Created for the first text that contains a control token: few texts do, and copying a large tokenizer takes 50 ms.
     literal: OnceLock<LiteralTokenizer>,
 }
 
-/// A tokenizer that knows control tokens only as markers.
+/// A tokenizer without the control tokens; private markers stand for them.
 struct LiteralTokenizer {
     tokenizer: Tokenizer,
-    /// By position in [`ControlTokens::tokens`].
+    /// Marker of each token in [`ControlTokens::tokens`].
     markers: Vec<String>,
-    /// Id of a control token by the id of its marker.
+    /// Ids of control tokens by the ids of their markers.
     ids: BTreeMap<u32, u32>,
 }
 
-/// Where a text has a control token.
+/// An occurrence of a control token in a text.
 struct Occurrence {
     range: Range<usize>,
-    /// Position in [`ControlTokens::tokens`].
+    /// Index in [`ControlTokens::tokens`].
     token: usize,
 }
 
@@ -61,7 +61,7 @@ impl ControlTokens {
         self.next_in(text, 0).is_some()
     }
 
-    /// The first control token at or behind a byte of the text, the longest where several begin there.
+    /// The first control token at or after byte `from` of the text; the longest if several begin there.
     fn next_in(&self, text: &str, from: usize) -> Option<Occurrence> {
         let bytes = text.as_bytes();
         (from..bytes.len()).filter(|&at| self.first_bytes.contains(&bytes[at])).find_map(|at| {
@@ -70,7 +70,7 @@ impl ControlTokens {
         })
     }
 
-    /// The text with something else in the place of each control token.
+    /// Replaces each control token in the text.
     fn replaced(&self, text: &str, mut replacement: impl FnMut(&Occurrence) -> String) -> String {
         let (mut replaced, mut end) = (String::with_capacity(text.len()), 0);
         while let Some(found) = self.next_in(text, end) {
@@ -105,7 +105,8 @@ impl ControlTokens {
         Ok(ids.into_iter().map(|id| literal.ids.get(&id).copied().unwrap_or(id)).collect())
     }
 
-    /// Private characters for those of the control tokens: a template counts, cuts and trims them as it would the text.
+    /// Replaces the characters of control tokens in messages by private-use characters, one for one, so that counting, cutting and trimming
+    /// in a template give the same results as with the original text.
     fn disguise(&self, messages: &[Message], template: &str) -> Result<Disguise, ModelError> {
         let texts = messages.iter().flat_map(|message| [message.role.as_str(), &message.content]).chain([template]);
         let taken: HashSet<char> = texts.flat_map(str::chars).collect();
@@ -128,7 +129,7 @@ impl ControlTokens {
     }
 
     fn make_literal(&self, tokenizer: &Tokenizer) -> Result<LiteralTokenizer, ModelError> {
-        // No text can contain them, since each process makes others. They leave no trace in the ids.
+        // Random per process, so that no text can contain a marker. The markers do not affect the resulting ids.
         let secret = RandomState::new().build_hasher().finish();
         let markers: Vec<String> =
             (0..self.tokens.len()).map(|index| format!("\u{10fffe}{secret:016x}-{index}\u{10ffff}")).collect();
@@ -148,7 +149,7 @@ impl ControlTokens {
     }
 }
 
-/// Whether a token's text is that of a delimiter: `<|im_start|>` or `[INST]`. A pair such as `<think>` and `</think>` marks up contents.
+/// True for the text of a turn delimiter: `<|im_start|>` or `[INST]`. A pair such as `<think>` and `</think>` marks content instead.
 fn is_delimiter(text: &str, tokens: &HashSet<String>) -> bool {
     let is_bracketed = (text.starts_with('<') && text.ends_with('>')) || (text.starts_with('[') && text.ends_with(']'));
     let is_markup = match (text.strip_prefix("</"), text.strip_prefix('<')) {
@@ -159,19 +160,19 @@ fn is_delimiter(text: &str, tokens: &HashSet<String>) -> bool {
     is_bracketed && !is_markup
 }
 
-/// A conversation whose contents have no control tokens, rendered; empty where the template refuses it.
+/// A rendered conversation without control tokens in its messages; empty if the template refuses it.
 fn sample(template: &ChatTemplate) -> String {
     let turns = ["system", "user", "assistant", "user"].map(|role| Message { role: role.into(), content: "1".into() });
-    // Some templates refuse the system's turn.
+    // Some templates refuse a system message.
     template.render(&turns, false).or_else(|_| template.render(&turns[1..], false)).unwrap_or_default()
 }
 
-/// Whether the tokenizer finds the token within a text. It does not with a normalizer that changes the token's text.
+/// True if the tokenizer recognises the token within a text. It does not if a normalizer changes the token's text.
 fn is_recognised(tokenizer: &Tokenizer, token: &AddedToken, id: u32) -> bool {
     ids(tokenizer, &format!("a{}a", token.content)).is_ok_and(|ids| ids.contains(&id))
 }
 
-/// Pairs of a character and the private one that stands for it.
+/// Pairs of a character and the private-use character that replaces it.
 struct Disguise(Vec<(char, char)>);
 
 impl Disguise {

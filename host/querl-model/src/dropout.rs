@@ -31,7 +31,7 @@ pub struct DropoutMask {
 pub struct LayerMask<'a> {
     mask: &'a DropoutMask,
     seed: u64,
-    /// Index of this rank's first input among those of the whole model: an even number.
+    /// Index of this rank's first input among the inputs of the unsharded layer; even.
     first_input: usize,
     n_in: usize,
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// Errors of this crate.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // the messages say it
+#[allow(missing_docs)]
 pub enum ModelError {
     #[error("{directory}: no `{file}` there; a Hugging Face model directory needs {needs}")]
     MissingFile { directory: PathBuf, file: String, needs: &'static str },

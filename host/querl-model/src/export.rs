@@ -161,7 +161,7 @@ impl Merge<'_> {
             Some(adapter) => match (adapter.saved_module(path), adapter.pair(path)) {
                 (Some(saved), _) => saved.detach(),
                 (None, Some(pair)) => {
-                    let weight = stored()?.to_dtype(DType::F64)?; // rounded once, when the sum is written
+                    let weight = stored()?.to_dtype(DType::F64)?; // f64, so that only the written sum is rounded
                     if path == EMBEDDING { (weight + pair.product(DType::F64)?.t()?)? } else { pair.changed(&weight)? }
                 }
                 (None, None) => stored()?,
@@ -172,10 +172,10 @@ impl Merge<'_> {
     }
 }
 
-/// Computes the values of a tensor that is written, in the type in which it is written.
+/// Computes the values of an output tensor, in its output type.
 pub(crate) type ValueOf<'a> = &'a dyn Fn(&OutTensor) -> Result<Tensor, ModelError>;
 
-/// A tensor that is made when safetensors writes it.
+/// A tensor that is computed when safetensors writes it.
 struct Lazy<'a> {
     tensor: &'a OutTensor,
     value_of: ValueOf<'a>,
@@ -191,7 +191,7 @@ impl View for Lazy<'_> {
         &self.tensor.shape
     }
 
-    /// The trait has no error: it is kept until the file is written, which is then discarded.
+    /// The trait cannot return an error: it is stored, and the file is discarded after writing.
     fn data(&self) -> Cow<'_, [u8]> {
         match (self.value_of)(self.tensor) {
             Ok(value) => Cow::Owned(value.data().into_owned()),
@@ -207,7 +207,7 @@ impl View for Lazy<'_> {
     }
 }
 
-/// Cuts tensors, in order, into files of at most so many bytes.
+/// Divides the tensors, in order, into files of at most `max_bytes`.
 fn shards(tensors: &[OutTensor], max_bytes: u64) -> Vec<Vec<&OutTensor>> {
     let (mut shards, mut n_bytes) = (vec![Vec::new()], 0);
     for tensor in tensors {
@@ -261,7 +261,7 @@ fn write_shard(path: &Path, value_of: ValueOf<'_>, shard: &[&OutTensor]) -> Resu
         safetensors::SafeTensorError::IoError(source) => ModelError::io(path)(source),
         error => ModelError::bad_file(path, error),
     })?;
-    // What was a temporary file is private to its owner and may be in memory only.
+    // The file was created as a temporary file: set the usual permissions and sync it to disk.
     let file = std::fs::File::open(path).map_err(ModelError::io(path))?;
     make_readable(&file).and_then(|()| file.sync_all()).map_err(ModelError::io(path))
 }
@@ -275,7 +275,7 @@ fn make_readable(file: &std::fs::File) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The type of most of the tensors' bytes, for `config.json`.
+/// The type with the most bytes, for `config.json`.
 pub(crate) fn main_dtype(tensors: &[OutTensor]) -> DType {
     let mut n_bytes: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
     for tensor in tensors {
@@ -286,7 +286,7 @@ pub(crate) fn main_dtype(tensors: &[OutTensor]) -> DType {
 
 fn write_config(model: &Path, folder: &Path, dtype: DType, is_tied: bool) -> Result<(), ModelError> {
     let mut config = read_json(&required(model, "config.json")?)?;
-    // Both names of the key: readers know the one or the other.
+    // Some readers know only one of the two keys.
     for key in ["dtype", "torch_dtype"] {
         config[key] = dtype_name(dtype).into();
     }

@@ -9,7 +9,7 @@ use std::path::Path;
 
 /// Summary of a model directory.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-#[allow(missing_docs)] // fields with the names of `DecoderConfig`
+#[allow(missing_docs)]
 pub struct ModelSummary {
     pub family: Family,
     /// Number of parameters, a tied head counted once.

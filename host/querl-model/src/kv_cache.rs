@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Number of tokens in a block: as many as an AVX-512 register has lanes, so that one instruction sees one value of all their keys.
 pub const BLOCK_TOKENS: usize = 16;
 
-/// Keys that one thread block of a GPU attends to. A constant, so that a sequence's result does not depend on the rest of its batch.
+/// Keys per thread block of split-K attention on a GPU. Constant, so that the result of a sequence does not depend on its batch.
 const SPLIT_KEYS: usize = 256;
 
 /// Number of splits of the keys in split-K attention on a GPU, for sequences of at most `max_length` keys. A shorter sequence leaves some
@@ -45,7 +45,7 @@ pub struct BlockPool {
 enum Memory {
     /// Freed blocks, for reuse.
     Host(Mutex<Vec<Vec<f32>>>),
-    /// Numbers of the blocks in GPU memory.
+    /// Indices of the free blocks in GPU memory.
     Device(Mutex<DeviceBlocks>),
 }
 
@@ -59,7 +59,7 @@ struct DeviceBlocks {
 
 /// Keys and values of up to [`BLOCK_TOKENS`] tokens in all layers; returns to its pool when no sequence uses it.
 pub struct Block {
-    values: Vec<f32>, // empty for a block in GPU memory
+    values: Vec<f32>, // empty for blocks in GPU memory
     number: u32,
     pool: Arc<BlockPool>,
 }
@@ -82,17 +82,17 @@ impl BlockShape {
         Self { n_layers, n_kv_heads, head_dim }
     }
 
-    /// Number of f32 values that the keys of one head take in a block: `(D, BLOCK_TOKENS)`.
+    /// Number of f32 values of one head's keys in a block, shape `(D, BLOCK_TOKENS)`.
     fn key_values(self) -> usize {
         self.head_dim * BLOCK_TOKENS
     }
 
-    /// Width of a row of values: the head size, padded to a multiple of 16.
+    /// Width of a row of V: the head size, padded to a multiple of 16.
     pub(crate) fn value_width(self) -> usize {
         self.head_dim.next_multiple_of(16)
     }
 
-    /// Number of f32 values that the keys and values of one head take in a block: the keys as above, then `(BLOCK_TOKENS, value_width)`.
+    /// Number of f32 values of one head's keys and values in a block: the keys, then V with shape `(BLOCK_TOKENS, value_width)`.
     fn head_values(self) -> usize {
         self.key_values() + BLOCK_TOKENS * self.value_width()
     }
@@ -159,7 +159,7 @@ impl BlockPool {
         }
     }
 
-    /// Blocks in CPU memory are zeroed: what is after a sequence's last token is multiplied by 0, so it must be finite.
+    /// Blocks in CPU memory are zeroed: attention multiplies the slots after a sequence's last token by 0, so they must be finite.
     fn take(pool: &Arc<Self>) -> Result<Block, ModelError> {
         let block = match &pool.memory {
             Memory::Host(free) => {
@@ -205,7 +205,7 @@ impl Drop for Block {
 }
 
 impl Block {
-    /// A copy; on a GPU it is pending until [`BlockPool::take_copies`].
+    /// Copies the block. On a GPU the copy is pending until [`BlockPool::take_copies`].
     fn copied(&self) -> Result<Self, ModelError> {
         let mut copy = BlockPool::take(&self.pool)?;
         match &self.pool.memory {
@@ -279,7 +279,7 @@ impl SequenceKvCache {
             return Ok(());
         }
         if !self.len.is_multiple_of(BLOCK_TOKENS) {
-            // Copy-on-write of a shared last block happens here, so that `write` finds it unshared.
+            // Copies a shared last block before `write` is called.
             self.own(self.blocks.len() - 1)?;
         }
         self.len += n;
@@ -289,7 +289,7 @@ impl SequenceKvCache {
         Ok(())
     }
 
-    /// Makes a block this sequence's own.
+    /// Copy-on-write: replaces a shared block by a copy that only this sequence uses.
     fn own(&mut self, index: usize) -> Result<&mut Block, ModelError> {
         if Arc::get_mut(&mut self.blocks[index]).is_none() {
             self.blocks[index] = Arc::new(self.blocks[index].copied()?);
@@ -299,8 +299,8 @@ impl SequenceKvCache {
         })
     }
 
-    /// Writes the keys and values `(kv_heads * D)` of one token that `extend` appended, in one layer, in CPU memory; on a GPU a kernel
-    /// writes.
+    /// Writes the keys and values `(kv_heads * D)` of one token that `extend` appended, in one layer, in CPU memory; on a GPU the kernels
+    /// do this.
     pub(crate) fn write(
         &mut self,
         layer: usize,

@@ -84,6 +84,6 @@ pub fn set_threads(n_threads: usize) {
     let n_threads = if n_threads == 0 { available() } else { n_threads };
     let builder = rayon::ThreadPoolBuilder::new().num_threads(n_threads);
     let builder = if n_threads > 1 { builder.use_current_thread() } else { builder };
-    // An error means that the pool exists already, with its size.
+    // An error means that the global pool exists already, and its size is kept.
     let _ = builder.build_global();
 }

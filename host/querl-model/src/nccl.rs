@@ -10,7 +10,7 @@ use libloading::Library;
 use std::ffi::c_int;
 use std::sync::OnceLock;
 
-/// Every NCCL since 2 brings its library under this name.
+/// File name of the library since NCCL 2.
 const LIBRARY: &str = "libnccl.so.2";
 
 /// 2.26.2, the oldest release in which a failed rank can abort the others. Before 2.19, aborts in several threads waited for each other
@@ -46,7 +46,7 @@ impl NcclLibrary {
 
     fn load() -> Result<Self, NcclError> {
         check_blocking(std::env::var("NCCL_COMM_BLOCKING").ok().as_deref())?;
-        // SAFETY: the library's initialisers are NCCL's own; every program that uses it runs them.
+        // SAFETY: loading runs only NCCL's own initialisers, as in every program that uses NCCL.
         let library =
             unsafe { Library::new(LIBRARY) }.map_err(|error| wanting(&format!("cannot be opened ({error})")))?;
         let mut version = 0;
@@ -78,7 +78,8 @@ fn check(version: c_int) -> Result<(), NcclError> {
     }
 }
 
-/// Ranks would hang in a blocking call when another fails, and the variable overrides the configuration of a communicator.
+/// Refuses `NCCL_COMM_BLOCKING`, which overrides the communicator's configuration: in blocking calls ranks would hang when another one
+/// fails.
 fn check_blocking(set: Option<&str>) -> Result<(), NcclError> {
     match set {
         None | Some("" | "0") => Ok(()),

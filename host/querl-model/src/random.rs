@@ -45,14 +45,14 @@ pub fn normal_part(rows: Range<usize>, columns: Range<usize>, width: usize, seed
 
 fn normal_pair(pair: u64, seed: u64, scale: f32) -> [f32; 2] {
     let bits = mix(seed.wrapping_add((pair + 1).wrapping_mul(STEP)));
-    // Above 0 and at most 1; 24 bits are what a float holds exactly.
+    // In (0, 1]; 24 bits are exact in f32.
     let u = ((bits >> 40) as f32 + 1.0) * 2f32.powi(-24);
     let angle = std::f32::consts::TAU * (((bits >> 8) & 0x00ff_ffff) as f32 * 2f32.powi(-24));
     let radius = scale * (-2.0 * u.ln()).sqrt();
     [radius * angle.cos(), radius * angle.sin()]
 }
 
-/// A standard normal value (Box and Muller).
+/// A standard normal value, by the Box-Muller transform.
 pub(crate) fn standard_normal(rng: &mut ChaCha8Rng) -> f32 {
     let (u, v): (f32, f32) = (rng.random_range(f32::MIN_POSITIVE..1.0), rng.random_range(0.0..1.0));
     (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()

@@ -6,8 +6,8 @@ use crate::{DecoderConfig, ExportSettings, Exported, Family, ModelError, dtype_n
 use candle_core::DType;
 use std::path::Path;
 
-/// Name, width of a row, of the feed-forward layers, layers, query heads, key-value heads, vocabulary, tied head. From the
-/// models' `config.json`.
+/// Name, hidden size, intermediate size, layers, query heads, key-value heads, vocabulary size, tied embeddings. From the models'
+/// `config.json`.
 type Row = (&'static str, usize, usize, usize, usize, usize, usize, bool);
 
 const QWEN2_5: [Row; 7] = [
@@ -29,7 +29,7 @@ const QWEN3: [Row; 6] = [
     ("qwen3-32b", 5120, 25_600, 64, 64, 8, 151_936, false),
 ];
 
-/// No published model: a decoder so small that a measurement of it takes seconds on any device, with heads of a usual width.
+/// Not a published model: a decoder with heads of a usual size, small enough that a benchmark takes seconds on any device.
 const TINY: Row = ("tiny", 128, 256, 2, 2, 1, 2048, true);
 
 impl DecoderConfig {
@@ -108,7 +108,7 @@ pub fn write_random_model(
     let value_of = |tensor: &OutTensor| Ok(values.tensor(&tensor.name, None)?.to_dtype(tensor.dtype)?);
     write_weights(staging.path(), &value_of, &tensors, settings.max_shard_bytes)?;
     let mut written = config.to_json();
-    // Both names of the key: readers know the one or the other.
+    // Some readers know only one of the two keys.
     for key in ["dtype", "torch_dtype"] {
         written[key] = dtype_name(dtype).into();
     }
@@ -140,7 +140,7 @@ mod tests {
         assert!(again.contains("is not empty"), "{again}");
     }
 
-    /// Billions of parameters, from the models' pages on Hugging Face.
+    /// The expected billions of parameters are from the models' pages on Hugging Face.
     #[test]
     fn shapes_have_as_many_parameters_as_their_models() {
         let published = [

@@ -34,7 +34,7 @@ impl SecondOpinion {
         let bad = |error| ModelError::bad_file(directory, error);
         Ok(Self(match config.family {
             Family::Qwen2 => {
-                json["sliding_window"] = config.max_positions.into(); // a number, although it is not used
+                json["sliding_window"] = config.max_positions.into(); // required to be a number, although it is not used
                 Inner::Qwen2(qwen2::Model::new(&serde_json::from_value(json).map_err(bad)?, weights)?)
             }
             Family::Qwen3 => Inner::Qwen3(qwen3::Model::new(&serde_json::from_value(json).map_err(bad)?, weights)?),
@@ -51,7 +51,7 @@ impl SecondOpinion {
     /// A token outside the vocabulary, or more tokens than positions.
     pub fn hidden_states(&self, token_ids: &[u32]) -> TensorResult<Tensor> {
         let ids = Tensor::from_slice(token_ids, (1, token_ids.len()), &Device::Cpu)?; // (1, T)
-        // A clone shares the weights and has an empty KV cache of its own.
+        // The clone shares the weights; its KV cache is empty.
         let hidden = match &self.0 {
             Inner::Qwen2(model) => model.clone().forward(&ids, 0, None)?,
             Inner::Qwen3(model) => model.clone().forward(&ids, 0)?,

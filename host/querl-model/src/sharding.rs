@@ -107,7 +107,7 @@ impl Shard {
         Self::check_groups(size, config, dtype)
     }
 
-    /// The weights of an int8 or nf4 group share a scale: a boundary between ranks must be one between groups.
+    /// Checks that shard boundaries are also boundaries of int8 or nf4 groups, whose weights share a scale.
     fn check_groups(size: usize, config: &DecoderConfig, dtype: BaseDtype) -> Result<(), ModelError> {
         let inputs = [config.n_heads * config.head_dim / size, config.intermediate_size / size];
         match inputs.iter().find(|inputs| !inputs.is_multiple_of(GROUP)) {
@@ -143,7 +143,7 @@ impl Shard {
             (None, _) => Placement::Full,
             (Some(LinearSplit::ColumnParallel), [n, ..]) => Placement::Slice(self.slice(0, *n)),
             (Some(LinearSplit::RowParallel), [_, n]) => Placement::Slice(self.slice(1, *n)),
-            (Some(LinearSplit::RowParallel), _) if self.is_first() => Placement::Full, // a bias
+            (Some(LinearSplit::RowParallel), _) if self.is_first() => Placement::Full, // a bias is added once to the sum over ranks
             (Some(_), _) => Placement::Absent,
         }
     }

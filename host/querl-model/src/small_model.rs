@@ -29,7 +29,7 @@ const CHAT_TEMPLATE: &str = "{%- for message in messages -%}
 /// Shape of the decoder; the vocabulary comes from the tokenizer.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-#[allow(missing_docs)] // fields with the names of `DecoderConfig`
+#[allow(missing_docs)]
 pub struct Shape {
     pub hidden_size: usize,
     pub intermediate_size: usize,

@@ -24,9 +24,9 @@ pub struct TextTokenizer {
     inner: Tokenizer,
     control_tokens: ControlTokens,
     template: ChatTemplate,
-    /// Variables of the template in a prompt.
+    /// Template variables for prompts.
     variables: Value,
-    /// Ids that each response to learn begins with.
+    /// Ids with which each training target begins.
     response_start: Vec<u32>,
     eos_id: u32,
     stop_ids: BTreeSet<u32>,
@@ -42,7 +42,7 @@ pub(crate) fn read_tokenizer(path: &Path) -> Result<Tokenizer, ModelError> {
         .map_err(|error| ModelError::unparsed(path, "a tokenizer as tokenizers 0.23 or older saves it", error))
 }
 
-/// The thinking block of a turn without thoughts in the template of Qwen3.
+/// The empty thinking block in Qwen3's template.
 const EMPTY_THINKING: &str = "<think>\n\n</think>\n\n";
 
 impl TextTokenizer {
@@ -175,7 +175,7 @@ impl TextTokenizer {
     }
 }
 
-/// What a prompt with `enable_thinking` off has after one with it on: the block of a turn without thoughts, or the rest of one that the prompt
+/// The text that `enable_thinking` off adds to a prompt, in comparison to on: an empty thinking block, or the rest of one that the prompt
 /// begins.
 fn empty_thinking(template: &ChatTemplate) -> String {
     let turn = [Message { role: "user".into(), content: "1".into() }];
@@ -220,7 +220,7 @@ pub fn train_tokenizer(
         .into();
     let mut tokenizer = Tokenizer::new(BPE::default());
     tokenizer.with_normalizer(Some(NFC)).map_err(failed)?;
-    // Letters, digits, marks and spaces apart: a word is the same tokens at the start of a line and in the middle.
+    // Splits letters, digits, punctuation and spaces, so that a word has the same tokens at the start of a line and within it.
     let pieces = SplitPattern::Regex(r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s+".into());
     let pieces = Split::new(pieces, SplitDelimiterBehavior::Isolated, false).map_err(failed)?;
     let bytes = ByteLevel::new(false, false, false);

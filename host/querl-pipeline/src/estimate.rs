@@ -31,7 +31,7 @@ use serde::de::DeserializeOwned;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-/// Maximum number of rows whose prompts are made; the mean is used for the others.
+/// Maximum number of rows whose prompts are built; their mean is used for the others.
 const MOST_PROMPTS: u32 = 2000;
 /// Assumed seconds of one call to a chat model and to a retrieval service, without a measurement.
 const CHAT_S: Range = Range { low: 0.5, high: 10.0 };
@@ -152,7 +152,7 @@ pub fn estimate(
 #[derive(Debug, Clone, Copy)]
 struct Answers {
     n: Range,
-    /// Most samples for pass@k, which are looked up and not scored.
+    /// Maximum number of samples for pass@k, for which retrieval is called but no reward.
     n_samples: f64,
     judged: f64,
     n_queries: f64,
@@ -171,9 +171,9 @@ struct Estimator<'a> {
     config: &'a Config,
     dir: &'a RunDir,
     outside: &'a ServiceContext,
-    /// `None` where the plugin has to be built or fetched.
+    /// `None` if the plugin has to be built or fetched.
     prompts: Option<&'a dyn Prompts>,
-    /// What the rewards read; everything where one has to be built or fetched.
+    /// Inputs that the rewards read; all inputs if a reward has to be built or fetched.
     reads: EpisodeInputs,
     /// The same of the teacher's rewrite.
     reads_of_baseline: EpisodeInputs,
@@ -196,7 +196,7 @@ impl Estimator<'_> {
                     let ahead = if rewrites == PlannedWork::StartsOver { rewrites } else { ahead };
                     steps.extend(self.validate(ahead)?);
                 }
-                // One to four search texts of a row: `stages/edit_targets.rs`.
+                // One to four retrieval calls per row: `stages/edit_targets.rs`.
                 StageName::Convert if config.data.rewrite_form == RewriteForm::Edit => {
                     let n = Range { low: self.n_rows, high: 4.0 * self.n_rows };
                     steps.extend(self.retrieval_steps(stage, n)?);
@@ -308,7 +308,7 @@ impl Estimator<'_> {
     fn of_eval(&self) -> anyhow::Result<Answers> {
         let n_test = self.n_rows * self.config.data.split[2];
         let mut systems = self.config.eval.evaluated_systems();
-        // The evaluation leaves it out where no query has a history.
+        // The evaluation skips the system if no query has a history.
         if systems.contains(&"with_history") && !self.has_history()? {
             systems.retain(|system| *system != "with_history");
         }
@@ -322,7 +322,7 @@ impl Estimator<'_> {
         })
     }
 
-    /// Whether a query of the table has a history: which ones are in test is not known yet.
+    /// True if a query of the table has a history; which queries are in test is not known yet.
     fn has_history(&self) -> anyhow::Result<bool> {
         for row in self.table.read()? {
             if !row?.history_summary.trim().is_empty() {
@@ -341,7 +341,7 @@ impl Estimator<'_> {
             steps.extend(self.retrieval_steps(stage, n)?);
         }
         if self.config.judge.kind == JudgeKind::Openai && is_read(self.reads.judgement) {
-            // In a comparison both sides share a call.
+            // A comparison of both sides is one call.
             let scores_teacher =
                 self.config.judge.form == JudgeForm::Score && is_read(self.reads_of_baseline.judgement);
             let of_teacher = if scores_teacher { answers.n_queries } else { 0.0 };
@@ -355,7 +355,7 @@ impl Estimator<'_> {
         Ok(steps)
     }
 
-    /// `calls` of the judge for a number of answers, which is in the range `n`.
+    /// Judge calls for a number of answers in the range `n`.
     fn judge_step(
         &self,
         stage: StageName,
@@ -404,7 +404,7 @@ impl Estimator<'_> {
         }
         if retrieval.calls_rerank_service() {
             let n_candidates = rerank.n_candidates.max(retrieval.top_k);
-            // A retrieval may find one passage, or all candidates.
+            // A retrieval may return one passage or all candidates.
             let calls = Range { low: n.low, high: n.high * n_candidates.div_ceil(rerank.batch_size.max(1)) as f64 };
             let n_passages = n_candidates.min(rerank.batch_size) as f64;
             let tokens = Range {
@@ -430,7 +430,7 @@ impl Estimator<'_> {
     }
 }
 
-/// `n_tokens` is of the prompts of all `calls.high` calls; without it the cost is unknown.
+/// `n_tokens`: prompt tokens of all `calls.high` calls; without it the cost is unknown.
 fn chat_step(
     stage: StageName,
     section: &str,
@@ -462,7 +462,7 @@ fn around(n_tokens: f64) -> Range {
     Range { low: 0.7 * n_tokens, high: 1.5 * n_tokens }
 }
 
-/// Calls to an embedding, reranking or retrieval service, each of `tokens`; `limits` are concurrent calls and attempts per minute.
+/// Calls to an embedding, reranking or retrieval service, each with `tokens` tokens. `limits`: concurrent calls, and attempts per minute.
 fn service_step(
     stage: StageName,
     provider: &str,

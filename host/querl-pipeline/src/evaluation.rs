@@ -139,7 +139,7 @@ fn teacher(baseline: Baseline) -> Result<Answer, Rejection> {
     }
 }
 
-/// As in training: an answer that cannot be read is an empty rewrite, not a missing one.
+/// As in training, an answer that cannot be parsed is an empty rewrite, not a missing one.
 fn model(
     row: &DatasetRow,
     generation: Generation,

@@ -145,11 +145,12 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     {
         return Some(Ending::Usage);
     }
-    // A service that is down or rejects our key is for the user to correct.
+    // The user has to correct a service that is down or rejects the API key.
     if let Some(EnvironmentError::Service(_)) = cause.downcast_ref() {
         return Some(Ending::Usage);
     }
-    // A folder that cannot be made or written, by its name or its permissions. One in use by another process is not a mistake.
+    // A folder that cannot be created or written because of its name or permissions is a user error. A folder in use by another process is
+    // not.
     if let Some(DirLockError::Io { .. }) = cause.downcast_ref() {
         return Some(Ending::Usage);
     }
@@ -159,7 +160,7 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     cause.downcast_ref::<ConfigError>().map(|_| Ending::Usage)
 }
 
-/// A transparent error's cause is its inner error's cause: the fault itself is not in the chain.
+/// The cause of a transparent error is the cause of its inner error, so the plugin fault itself is not in the chain.
 fn plugin_fault<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a PluginFault> {
     if let Some(EnvironmentError::Plugin(fault)) = cause.downcast_ref() {
         return Some(fault);
@@ -177,7 +178,7 @@ fn outside_failure<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&
     }
 }
 
-/// Files of a model are for the user to correct; a failed computation is not.
+/// Invalid model files are user errors; a failed computation is not.
 fn of_model(error: &ModelError) -> Option<Ending> {
     (job::FailureKind::of_model(error) == job::FailureKind::Usage).then_some(Ending::Usage)
 }
@@ -207,7 +208,7 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
 pub fn key_of(error: &anyhow::Error) -> Option<String> {
     error.chain().find_map(|cause| match (cause.downcast_ref(), cause.downcast_ref()) {
         (Some(DataError::Setting { key, .. }), _) if key.ends_with(".api_key_env") => Some(key.clone()),
-        // A setting that is not there has no place; another plugin may have one of that name.
+        // A missing setting has no location; another plugin may have a setting of the same name.
         (_, Some(PluginError::Setting { key, message, .. })) if !message.ends_with("got none") => {
             Some(format!("settings.{key}"))
         }
@@ -230,7 +231,7 @@ pub fn sentence(error: &anyhow::Error) -> String {
         let kind = cause.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
         matches!(kind, Some(std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded))
     };
-    // Some messages say what to do themselves.
+    // Some messages already contain the remedy.
     if error.chain().any(is_full) && !sentence.contains("same command") {
         sentence += "; make room on the disk and run the same command again";
     }
@@ -242,7 +243,7 @@ pub fn details(error: &anyhow::Error) -> Option<&str> {
     shown_above(error).map(|(details, _)| details.trim_matches('\n'))
 }
 
-/// What is shown above the sentence, and what stands for it there.
+/// The text that is shown above the message, and what replaces it in the message.
 fn shown_above(error: &anyhow::Error) -> Option<(&str, &'static str)> {
     let of_plugin = error.chain().find_map(|cause| cause.downcast_ref::<PluginError>());
     if let Some(PluginError::Build { output, .. }) = of_plugin {

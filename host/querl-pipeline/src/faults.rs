@@ -17,9 +17,9 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The most files in a run folder. Later faults are not written.
+/// Maximum number of files in a run folder. Later faults are not written.
 const MOST_FILES: usize = 10;
-/// Larger files are not read.
+/// Maximum size of a file that is read.
 const LARGEST_BYTES: u64 = 256 << 20;
 
 /// A parsed fault file of the folder `faults/`.

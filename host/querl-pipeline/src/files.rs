@@ -18,7 +18,7 @@ pub(crate) fn files(folder: &Path, wanted: impl Fn(&str) -> bool) -> anyhow::Res
     Ok(names)
 }
 
-/// Copies a file and makes its folder. Returns its size in bytes.
+/// Copies a file and creates its folder. Returns its size in bytes.
 pub(crate) fn copy(from: &Path, to: &Path) -> anyhow::Result<u64> {
     let folder = to.parent().unwrap_or(Path::new(""));
     std::fs::create_dir_all(folder).with_context(|| unwritable(folder))?;

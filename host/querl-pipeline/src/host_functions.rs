@@ -28,24 +28,24 @@ pub struct RunHostFunctions {
     segmenter: Opened<WordSegmenter>,
     judge: Opened<Option<Arc<dyn Judge>>>,
     encoder: Opened<Option<TextEncoder>>,
-    /// Vectors of the texts that were embedded before, by the digest of the text.
+    /// Cached embeddings by the digest of the text.
     vectors: Mutex<HashMap<String, Vec<f32>>>,
     items: Mutex<HashMap<String, Item>>,
 }
 
-/// A model that is opened once; the error is that of each call.
+/// A model that is opened once, or the error that each call returns.
 type Opened<T> = OnceLock<Result<T, CallFailure>>;
 
-/// Maximum number of vectors that are kept; more are computed again.
+/// Maximum number of cached embeddings; further ones are computed again.
 const MAX_VECTORS: usize = 100_000;
 
 /// Maximum size of the texts of one call in bytes.
 const MAX_REQUEST_BYTES: usize = 1 << 20;
 
-/// Maximum size of the texts and results of all calls for one item in bytes: they are kept with the episode.
+/// Maximum size of the texts and results of all calls for one item in bytes: they are recorded with the episode.
 const MAX_ITEM_BYTES: usize = 4 << 20;
 
-/// An item that is being scored, with what the rubric in place of a judge reads.
+/// An item that is being scored, with the data that the rubric judge reads.
 #[derive(Default)]
 struct Item {
     query: String,
@@ -163,7 +163,7 @@ impl RunHostFunctions {
         self.tokenizer()?.encode(text).map_err(|error| failed(&error))
     }
 
-    /// Without a configuration, with the default dictionary.
+    /// Without a configuration, uses the default dictionary.
     fn segmenter(&self) -> Result<&WordSegmenter, HostCallError> {
         let open = || match &self.config {
             Some(config) => WordSegmenter::open(&config.retrieval),
@@ -231,7 +231,7 @@ fn request_bytes(request: &HostRequest) -> usize {
     }
 }
 
-/// As they are in memory.
+/// Size of the response in memory.
 fn response_bytes(response: &HostResponse) -> usize {
     match response {
         HostResponse::Count(_) => size_of::<u32>(),
@@ -243,7 +243,8 @@ fn response_bytes(response: &HostResponse) -> usize {
 }
 
 impl HostFunctions for RunHostFunctions {
-    /// A call that was recorded for the item has its recorded result, so that scoring again, to find a faulty episode, gives the same.
+    /// A call that was already recorded for the item returns the recorded result, so that scoring again, to find a faulty episode, gives
+    /// the same result.
     fn call(&self, plugin: &str, item_id: &str, request: &HostRequest) -> CallResult {
         let is_known = |call: &&HostCall| call.plugin == plugin && call.request == *request;
         let known = self.items().get(item_id).and_then(|item| item.calls.iter().find(is_known).cloned());
@@ -294,7 +295,7 @@ impl RecordedCalls {
 }
 
 impl HostFunctions for RecordedCalls {
-    /// A result is a function of the item and the arguments: that of another plugin counts.
+    /// A result is a function of item and arguments, so a result recorded for another plugin is used, too.
     fn call(&self, plugin: &str, item_id: &str, request: &HostRequest) -> CallResult {
         let calls = self.0.get(item_id).map_or(&[][..], Vec::as_slice);
         let same = || calls.iter().filter(|call| call.request == *request);

@@ -34,7 +34,7 @@ static STOP: AtomicBool = AtomicBool::new(false);
 
 static N_AT_SAFE_POINTS: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether SIGHUP asks for a reload, and whether it has.
+/// True if SIGHUP requests a reload, and whether one was requested.
 static RELOADS: AtomicBool = AtomicBool::new(false);
 static RELOAD: AtomicBool = AtomicBool::new(false);
 
@@ -84,7 +84,7 @@ impl Drop for AtSafePoints {
 pub fn install(report: fn(InterruptKind)) -> anyhow::Result<()> {
     let handler = move || {
         let can_wait = N_AT_SAFE_POINTS.load(Ordering::SeqCst) > 0;
-        // The flag is only set for work that reads it.
+        // The flag is set only if the running work reads it.
         if can_wait && !STOP.swap(true, Ordering::SeqCst) {
             std::thread::spawn(move || report(InterruptKind::AtSafePoint));
         } else {
@@ -96,7 +96,7 @@ pub fn install(report: fn(InterruptKind)) -> anyhow::Result<()> {
 
 /// Maximum time to kill child processes and to remove their temporary folders.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum time to write the message: the terminal may be gone, or nobody reads the pipe.
+/// Maximum time to write the message: the terminal may be closed, or the pipe full.
 const REPORT_TIMEOUT: Duration = Duration::from_millis(200);
 
 fn end(report: fn(InterruptKind)) -> ! {
@@ -115,7 +115,7 @@ fn within(timeout: Duration, work: impl FnOnce() + Send + 'static) {
     let _ = done.recv_timeout(timeout);
 }
 
-/// Ends without exit handlers, which take down what other threads still use: CUDA's, the allocator's.
+/// Ends the process without exit handlers, which would destroy state that other threads still use, such as CUDA's and the allocator's.
 #[cfg(unix)]
 fn exit(code: i32) -> ! {
     // SAFETY: it has no preconditions.

@@ -39,7 +39,7 @@ pub use environment::RewardEnvironment;
 pub use training::memory::memory_of_config;
 pub use training::{hub_name, preflight};
 
-/// The same cases in each run of a property test.
+/// Configuration of property tests: the same cases in each run.
 #[cfg(test)]
 pub(crate) fn properties(cases: u32) -> proptest::test_runner::Config {
     let rng_seed = proptest::test_runner::RngSeed::Fixed(7);

@@ -21,7 +21,7 @@ pub struct MetricsLog {
     n_lines: u64,
     events: EventFile,
     extra: Option<Box<dyn Fn() -> BTreeMap<String, f64> + Send>>,
-    /// Interrupt guard, held from the beginning of a training on.
+    /// Interrupt guard, held from the start of the training.
     at_safe_points: Option<AtSafePoints>,
 }
 
@@ -81,7 +81,8 @@ impl MetricSink for MetricsLog {
         Ok(self.n_lines)
     }
 
-    /// Lines of other stages are kept, at any position. Each training begins with this: from here on an interrupt saves its state.
+    /// Removes later lines of this stage and keeps those of other stages. Each training starts with this call; from here on an interrupt
+    /// saves its state.
     fn rewind(&mut self, mark: u64) -> io::Result<()> {
         self.at_safe_points.get_or_insert_with(interrupt::at_safe_points);
         let text = read(&self.path)?;
@@ -122,7 +123,7 @@ pub(crate) fn read(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Ends the last line, or removes it where it is unfinished: the next one would be joined with it.
+/// Terminates the last line, or removes it if it is incomplete, so that the next line is not appended to it.
 fn drop_torn_line(path: &Path) -> io::Result<()> {
     let text = read(path)?;
     let (whole, last) = text.split_at(text.rfind('\n').map_or(0, |end| end + 1));
@@ -133,7 +134,7 @@ fn drop_torn_line(path: &Path) -> io::Result<()> {
     }
 }
 
-/// `None` for an unfinished line of a killed process.
+/// The stage of a line; `None` for an incomplete line of a killed process.
 fn stage_of(line: &str) -> Option<String> {
     let value: Value = serde_json::from_str(line).ok()?;
     Some(value["stage"].as_str()?.to_owned())
@@ -217,7 +218,7 @@ mod tests {
         rl.append(1, &figures(0.5)).unwrap();
         let mark = rl.mark().unwrap();
         rl.append(2, &figures(0.25)).unwrap();
-        // Fine-tuning ran again in between: lines of a stage are found by count, not by position.
+        // Fine-tuning ran again in between: the position is a number of lines of the stage, not a file offset.
         MetricsLog::open(&path, "sft").unwrap().append(1, &figures(1.5)).unwrap();
         rl.file.write_all(b"{\"stage\":\"rl\",\"st").unwrap();
         let mut again = MetricsLog::open(&path, "rl").unwrap();
@@ -257,7 +258,7 @@ mod tests {
             let bytes = std::fs::read(&path).unwrap();
             let kept = &bytes[..cut.index(bytes.len() + 1)];
             std::fs::write(&path, kept).unwrap();
-            // A line that lacks only its end is whole.
+            // A line that lacks only the line break is complete.
             let last = kept.rsplit(|byte| *byte == b'\n').next().unwrap();
             let is_last_whole = serde_json::from_slice::<Value>(last).is_ok();
             let n_whole = kept.iter().filter(|byte| **byte == b'\n').count() + usize::from(is_last_whole);

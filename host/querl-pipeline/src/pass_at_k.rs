@@ -78,7 +78,7 @@ mod tests {
         GeneratedResponse { text: text.into(), n_tokens: 2, truncated: false, latency_ms: None, mean_logprob: None }
     }
 
-    /// The shop finds `p1` with every rewrite but `broken`; `garbage` is no rewrite.
+    /// The fake retrieval returns `p1` for every rewrite but `broken`; `garbage` cannot be parsed.
     #[test]
     fn unreadable_samples_are_misses_and_failed_retrievals_are_not_counted() {
         let mut query = query("a");

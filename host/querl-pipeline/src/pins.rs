@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 pub enum OnPluginChange {
     /// Stop before anything is built or written.
     Refuse,
-    /// As `Refuse`; also stop if the lock file next to the configuration is missing or would change.
+    /// Like `Refuse`; also stop if the lock file next to the configuration is missing or would change.
     RefuseUnlocked,
     /// Continue, and record the change in the lock files.
     Accept,
@@ -154,7 +154,7 @@ fn check_found<'a>(
 }
 
 impl FoundPlugin<'_> {
-    /// A registry has only bundles.
+    /// True for a bundle; a registry has only bundles.
     fn is_bundle(&self) -> bool {
         self.file.as_ref().is_none_or(|file| file.bundle().is_some())
     }
@@ -189,7 +189,7 @@ impl FoundPlugin<'_> {
         })
     }
 
-    /// Why there is no entry.
+    /// The reason why there is no entry.
     fn unknown(&self) -> String {
         let (role, path) = (self.role, self.path.display());
         const REMEDY: &str = "bring back the pinned plugin, or accept the change with `--accept-plugin-change`";
@@ -221,7 +221,7 @@ pub fn read(path: &Path) -> anyhow::Result<Option<LockFile>> {
     Ok(Some(LockFile::read(path).map_err(unusable)?))
 }
 
-/// The pins in `path`, updated with `found` where that is no change or the user accepts it.
+/// The pins in `path`, updated with `found` if that is not a change or the user accepts it.
 fn settled(
     path: &Path,
     found: Vec<LockEntry>,
@@ -247,7 +247,7 @@ fn now() -> String {
     Utc::now().to_rfc3339_opts(SecondsFormat::Secs, true)
 }
 
-/// `path` as seen from `base`; both absolute. A registry reference stays as it is.
+/// `path` relative to `base`; both are absolute. A registry reference is unchanged.
 fn relative(path: &Path, base: &Path) -> PathBuf {
     if is_registry_reference(path) {
         return path.to_owned();
@@ -379,7 +379,7 @@ mod tests {
             [used]
         };
         project.begin();
-        // The lock of an earlier version has no digest and gains it.
+        // The lock file of an earlier version has no digest, which is added.
         project.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
         project.pin(&with('e'), OnPluginChange::Refuse).unwrap();
         let refusal = project.pin(&with('f'), OnPluginChange::Refuse).unwrap_err();

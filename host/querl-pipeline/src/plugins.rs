@@ -311,8 +311,8 @@ fn file_and_entry(role: &str, path: &Path, plugin: &Plugin) -> anyhow::Result<(P
     Ok((plugin.path().to_owned(), LockEntry { source, manifest: None, ..pinned }))
 }
 
-/// Refuses a prompt plugin that cannot read the answers of the rubric, whose form is known. Those of a model follow the plugin's own
-/// prompt.
+/// Refuses a prompt plugin that cannot parse the answers of the rubric judge, whose format is known. A model's answers follow the plugin's
+/// own prompt.
 fn check_judgements(judge: &JudgeConfig, prompts: &Arc<dyn Prompts>) -> anyhow::Result<()> {
     if judge.kind != JudgeKind::Rubric || judge.form != JudgeForm::Score {
         return Ok(());
@@ -419,7 +419,7 @@ fn read(path: &Path, host: &PluginHost) -> anyhow::Result<PluginFile> {
     host.read(&file).map_err(anyhow::Error::from).with_context(|| reference.to_string())
 }
 
-/// Where bundles of registries are kept.
+/// The cache folder for bundles of registries.
 fn bundle_cache(reference: &PinnedReference) -> Result<PathBuf, Stop> {
     let cache = user_cache_folder().ok_or_else(|| {
         Stop::usage(format!("{reference}: there is no cache folder to fetch it into; set QUERL_CACHE_DIR"))
@@ -546,7 +546,7 @@ static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
 /// Sets the path of the `querl` program, for a process that is another program, such as Python. Only the first call has an effect.
 pub fn set_program(path: PathBuf) {
-    // A second import of a module sets the same.
+    // A second import of the module sets the same path.
     let _ = PROGRAM.set(path);
 }
 
@@ -567,10 +567,10 @@ fn trusted_keys(texts: &[String]) -> Result<Vec<PublicKey>, BundleError> {
     texts.iter().enumerate().map(key).collect()
 }
 
-/// A shorter value occurs in unrelated texts; it only counts if it is the whole setting.
+/// Minimum length for searching a secret within a setting: a shorter value occurs in unrelated texts, and must equal the complete setting.
 const SHORTEST_PART_CHARS: usize = 8;
 
-/// Refuses plugin settings that contain the value of an environment variable with a key.
+/// Refuses plugin settings that contain the value of an environment variable with an API key.
 fn check_secrets(config: &Config) -> Result<(), Stop> {
     let variables = [&config.teacher.api_key_env, &config.judge.api_key_env, &config.rollout.api_key_env];
     let secrets: Vec<(&str, String)> = variables

@@ -12,7 +12,7 @@ use querl_eval::cut;
 /// Which runs may be pooled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pooling {
-    /// Only runs that differ in nothing but their seed.
+    /// Only runs that differ only in their seed.
     Seeds,
     /// All runs that were evaluated on the same queries.
     Any,
@@ -32,13 +32,13 @@ impl std::fmt::Display for RunDifference {
     }
 }
 
-/// Columns of a value in a message.
+/// Maximum width of a value in a message, in columns.
 const MAX_VALUE_WIDTH: usize = 100;
 
-/// Names in a message; the rest is counted.
+/// Maximum number of names in a message; the others are counted.
 const MAX_NAMES: usize = 12;
 
-/// Inputs that no figure depends on, or that make the runs samples of one experiment.
+/// Inputs that do not affect metrics, or that make the runs samples of one experiment.
 const NOT_COMPARED: [&str; 2] = ["seed", "data.export"];
 
 /// Differences of two runs, sorted by name. A stage that only one run has finished is one difference.
@@ -93,7 +93,7 @@ struct Side {
 
 impl Side {
     fn read(dir: &RunDir) -> anyhow::Result<Self> {
-        // Without a lock file plugins have digests, and no versions.
+        // Without a lock file plugins have digests but no versions.
         let lock = LockFile::read(&dir.lock()).unwrap_or_default();
         Ok(Self { ledger: Ledger::open(&dir.stages())?, lock })
     }

@@ -205,7 +205,7 @@ fn model_name(path: &Path) -> String {
     }
 }
 
-/// The lock file, or a note where it cannot be read: metrics come from the records alone.
+/// The lock file, or a note if it cannot be read. Metrics need only the records.
 fn lock(dir: &RunDir) -> (LockFile, Option<String>) {
     let path = dir.lock();
     if !path.exists() {
@@ -257,7 +257,7 @@ fn leaks(ledger: &Ledger) -> impl Iterator<Item = String> {
     [StageName::Sft, StageName::Rl].into_iter().filter_map(note)
 }
 
-/// A note where RL's best step is the model it started from.
+/// A note if RL's best step is 0, the initial model.
 fn untrained(ledger: &Ledger) -> Option<String> {
     let facts = &ledger.entry(StageName::Rl.as_str()).filter(|entry| entry.finished)?.facts;
     let is_start = facts.get("best step")?.as_u64() == Some(0);
@@ -276,7 +276,7 @@ pub(crate) fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
     })
 }
 
-/// What tables and the report show of an evaluation: not the win rate where [`win_rate_note`] says that it is left out.
+/// The evaluation as shown in tables and report: without the win rate if [`win_rate_note`] says so.
 fn shown(evaluation: &Evaluation, retrieval: &RetrievalConfig) -> Evaluation {
     match win_rate_note(retrieval) {
         Some(_) => evaluation.clone().without(Metric::WinRate),

@@ -17,7 +17,7 @@ pub struct ModelShelf {
     scorers: HashMap<ModelKey, Arc<dyn PairScorer>>,
 }
 
-/// A folder, and where its texts are cut.
+/// A model folder, and the maximum length of texts.
 type ModelKey = (PathBuf, Option<usize>);
 
 impl ModelShelf {
@@ -61,7 +61,7 @@ pub struct RerankEffect {
     n_reranked: usize,
 }
 
-/// Fewest rows for a statement about the reranker.
+/// Minimum number of rows for a statement about the reranker.
 const MIN_RERANKED_ROWS: usize = 30;
 /// Loss of gold@1 by reranking, above which there is a warning.
 const MAX_RERANK_LOSS: f64 = 0.02;
@@ -75,7 +75,7 @@ impl RerankEffect {
         if gold_ids.is_empty() || hits.iter().any(|hit| hit.id.is_empty()) {
             return;
         }
-        // Of equal scores, the passage that the reranker prefers.
+        // On ties, the passage that the reranker ranks higher.
         let first = (1..hits.len()).fold(0, |best, other| if scores[other] > scores[best] { other } else { best });
         self.n_rows += 1;
         self.n_first_stage += usize::from(gold_ids.contains(&hits[first].id));
@@ -178,7 +178,7 @@ mod tests {
         assert_eq!(effect, RerankEffect::default());
     }
 
-    /// Regression: a server with ten knowledge bases held ten copies of one model.
+    /// Regression: a server with ten knowledge bases loaded ten copies of one model.
     #[test]
     fn configurations_of_one_folder_share_its_model() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/encoders");

@@ -60,7 +60,7 @@ fn read_metrics(dir: &RunDir) -> anyhow::Result<BTreeMap<String, StageLines>> {
     metrics_log::by_stage(&path).with_context(|| format!("{}: cannot be read", path.display()))
 }
 
-/// Takes the lines of one stage, and says how they differ from those that it wrote.
+/// Adds the lines of one stage, and a note on how they differ from the lines that the stage wrote.
 fn metrics_of(
     lines: &mut BTreeMap<String, StageLines>,
     ledger: &Ledger,

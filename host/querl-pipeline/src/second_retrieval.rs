@@ -10,7 +10,7 @@ use querl_data::{Passage, SecondRetriever, read_passages};
 use querl_eval::new_gold_terms;
 use std::collections::{BTreeMap, HashMap};
 
-/// Most passages that `auto` indexes in memory: about 250 MB of postings.
+/// Maximum number of passages that `auto` indexes in memory: about 250 MB of postings.
 const MOST_PASSAGES: usize = 100_000;
 
 /// Adds to each evaluated rewrite the passages that the second retriever finds, and the share of new words from gold passages. Does nothing
@@ -40,7 +40,7 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     }
 }
 
-/// Whether the second retriever has the vectors that training asks.
+/// True if the second retriever uses the same embeddings as the retriever of training.
 fn is_model_of_training(config: &Config) -> bool {
     let embedding = &config.retrieval.embedding;
     config.second_retrieval() == SecondRetrieval::Semantic

@@ -15,7 +15,7 @@ const FILE_VERSION: &str = "brain.Event:2";
 
 /// One record of an event file.
 ///
-/// Source: TensorFlow's `event.proto`; only what scalar figures need.
+/// Source: TensorFlow's `event.proto`; only the fields for scalars.
 #[derive(Clone, PartialEq, Message)]
 struct Event {
     /// Seconds since 1970.
@@ -134,8 +134,8 @@ fn masked_checksum(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// The whole records at the beginning of some bytes: data, and where the next record begins. Ends before the first that is cut
-/// short or damaged.
+/// Iterates over the complete records at the start of a byte buffer: data, and the offset of the next record. Stops at the first incomplete
+/// or damaged record.
 struct Records<'a> {
     bytes: &'a [u8],
     position: usize,
@@ -194,7 +194,7 @@ mod tests {
         for step in 1..=5 {
             events.append(step, &figures(step as f64)).unwrap();
         }
-        events.file.write_all(&[7; 11]).unwrap(); // what a killed process left
+        events.file.write_all(&[7; 11]).unwrap(); // the incomplete record of a killed process
         let mut events = EventFile::open(folder.path()).unwrap();
         assert_eq!(steps(&events).len(), 5);
         events.rewind(3).unwrap();

@@ -114,7 +114,7 @@ pub(crate) fn untrained<'a>(run: &'a Run, name: &'static str) -> LocalModel<'a> 
     LocalModel { run, base, name, samples: None }
 }
 
-/// Shows lines; the caller shows progress.
+/// Reports lines only; the caller reports progress.
 struct Lines<'a>(&'a dyn Reporter);
 
 impl Progress for Lines<'_> {
@@ -179,7 +179,7 @@ impl Generator for LocalModel<'_> {
     }
 }
 
-/// The response with the highest mean log-probability per token, the first of equal ones.
+/// The response with the highest mean log-probability per token; on ties the first.
 fn likeliest(responses: Vec<GeneratedResponse>) -> Option<GeneratedResponse> {
     responses.into_iter().reduce(|best, other| if other.mean_logprob > best.mean_logprob { other } else { best })
 }

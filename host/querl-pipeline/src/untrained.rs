@@ -45,7 +45,7 @@ fn is_system(message: &Message) -> bool {
     message.role == "system"
 }
 
-/// The user's turn of a prompt, and the rewrite as the model's.
+/// The user turn of a prompt, followed by the rewrite as assistant turn.
 fn turns(prompt: Vec<Message>, target: Option<&str>) -> Vec<Message> {
     let answer = target.map(|content| Message { role: "assistant".into(), content: content.into() });
     prompt.into_iter().filter(|message| !is_system(message)).chain(answer).collect()
@@ -61,7 +61,7 @@ fn with_examples(prompt: Vec<Message>, examples: &[Message]) -> Vec<Message> {
 /// rewrite.
 ///
 /// Source: HyDE (Gao et al. 2022, "Precise Zero-Shot Dense Retrieval without Relevance Labels"), one pseudo-answer for each query, with the
-/// conversation in the prompt. Departure: the text is searched for as any rewrite is, not the mean of the vectors of several.
+/// conversation in the prompt. Departure: retrieval gets one text, as for any rewrite, instead of the mean of several embeddings.
 pub(crate) fn hyde_rows(rows: &[DatasetRow]) -> Vec<DatasetRow> {
     let row = |row: &DatasetRow| DatasetRow {
         messages: vec![Message { role: "user".into(), content: hyde_prompt(&row.metadata.query) }],

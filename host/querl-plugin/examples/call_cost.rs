@@ -32,7 +32,7 @@ fn print(call: &CallReport<'_>) {
     println!("{name:24} {:26} {:>6} {:>13} {wall:>11.1} {megabytes:>9.2}", call.function, call.n_items, call.fuel);
 }
 
-/// Twice each: the first call finds no page of the instance in memory.
+/// Each call is made twice: in the first one, no page of the instance is in memory.
 fn call(host: &PluginHost, plugin: &Plugin, kind: PluginKind) {
     let none = PluginSettings::new();
     for n_items in [1, 64, 64] {

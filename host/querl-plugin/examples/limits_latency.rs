@@ -23,7 +23,7 @@ const GUESTS: [(&str, &str, &str); 4] = [
 ];
 
 fn main() {
-    // Longer than any of them takes: fuel ends them.
+    // A time limit above the duration of all of them: fuel ends them.
     let by_fuel = times(&PluginLimits { timeout_ms: 60_000, ..PluginLimits::default() });
     let by_clock = times(&with_plenty_of_fuel(TIMEOUT.as_millis() as u64));
     for ((_, _, what), times) in GUESTS.iter().zip(by_fuel) {
@@ -34,7 +34,7 @@ fn main() {
     }
 }
 
-/// For each guest, what each of its calls took.
+/// The durations of the calls of each guest.
 fn times(limits: &PluginLimits) -> [Vec<Duration>; GUESTS.len()] {
     let host = host_with(limits.clone());
     let plugins: Vec<_> = GUESTS.iter().map(|(name, query, _)| (guest(&host, name), *query)).collect();

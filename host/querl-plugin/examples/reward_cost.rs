@@ -34,7 +34,7 @@ fn main() {
     starts(single);
 }
 
-/// What rechecks add to the mean, for batches of 64 and of 2. The hosts take turns.
+/// The mean cost of rechecks, for batches of 64 and of 2 episodes. The hosts alternate.
 fn rechecks() {
     let open = |rechecks| {
         let host = PluginHost::new(HostOptions { rechecks, ..HostOptions::default() }).unwrap();
@@ -54,9 +54,9 @@ fn rechecks() {
     }
 }
 
-/// What passing episodes costs, for guests that look at nothing: contract 0.1, then whole episodes of contract 0.2, in each form.
+/// The cost of passing episodes, for guests that read nothing: contract 0.1, then complete episodes of contract 0.2 in each form.
 fn passing(batch: &[Episode]) {
-    // `packed-differs` is found out by rechecks.
+    // Rechecks would detect `packed-differs`.
     let host = PluginHost::new(HostOptions { rechecks: Rechecks::Off, ..HostOptions::default() }).unwrap();
     for (name, forms) in [
         ("packed-differs", &[RewardForm::Packed, RewardForm::Records][..]),
@@ -74,7 +74,7 @@ fn passing(batch: &[Episode]) {
     }
 }
 
-/// The figure to look at: what the sandbox adds to each item.
+/// The main result: the cost that the sandbox adds per item.
 fn compare_with_native(reward: &dyn RewardModel, batch: &[Episode]) {
     let native = Competition::new(&querl_sdk::Settings::none()).unwrap();
     let native_batch: Vec<_> = batch.iter().map(native_episode).collect();

@@ -43,7 +43,7 @@ fn main() -> ExitCode {
     verdict(&samples)
 }
 
-/// Another text in each batch, in the length of a real one.
+/// A different text in each batch, with the length of a real one.
 fn batch(index: usize) -> Vec<Episode> {
     let scores = [0.9, 0.8, 0.7, 0.6, 0.5];
     let of = |place: usize| Episode {
@@ -64,7 +64,7 @@ fn verdict(samples: &[usize]) -> ExitCode {
     if growth <= 5.0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// What of this process is resident.
+/// Resident memory of this process in KiB.
 fn resident_kib() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();

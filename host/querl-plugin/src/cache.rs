@@ -24,10 +24,10 @@ const PIECE_BYTES: usize = 256 << 10;
 /// Whether a host may write to the cache of compiled plugins.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CacheAccess {
-    /// Takes compiled plugins from the cache and adds those that are missing.
+    /// Reads compiled plugins from the cache and adds missing ones.
     #[default]
     ReadWrite,
-    /// Takes compiled plugins from the cache; neither its folder nor a file in it is made or changed.
+    /// Reads compiled plugins from the cache; creates and changes no files.
     Read,
 }
 
@@ -56,7 +56,7 @@ impl CompiledCache {
         Self { folder, access, engine_key: engine_key(engine), reservation: MemoryReservation::default() }
     }
 
-    /// The component compiled for `engine`, taken from the cache if it is there.
+    /// The component compiled for `engine`, from the cache if possible.
     pub(crate) fn component(
         &self,
         engine: &Engine,
@@ -82,7 +82,7 @@ impl CompiledCache {
                     written.unwrap_or_else(|error| tracing::warn!("{}: cannot be written: {error}", path.display()));
                     self.prune(&path);
                 }
-                // SAFETY: this engine has just made the code.
+                // SAFETY: this engine has just compiled the code.
                 unsafe { Component::deserialize(engine, code) }.map_err(|error| too_large(&error))
             }
             (Compiler::Child(program, args), kept) => {
@@ -120,7 +120,7 @@ fn engine_key(engine: &Engine) -> String {
     format!("{:016x}", hasher.finish())
 }
 
-/// A digest over the file's name and the code: a renamed file does not pass as another component's code.
+/// A digest over file name and code, so that a renamed file is not accepted as another component's code.
 fn seal(path: &Path) -> Sha256 {
     let mut hasher = Sha256::new();
     hasher.update(path.file_name().unwrap_or_default().as_encoded_bytes());
@@ -137,7 +137,7 @@ pub(crate) fn write(path: &Path, code: &[u8]) -> io::Result<()> {
     })
 }
 
-/// True where the file exists, only its owner can write it, and its seal matches.
+/// True if the file exists, only its owner can write to it, and its digest matches.
 fn is_whole(path: &Path) -> bool {
     let metadata = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
@@ -180,7 +180,7 @@ fn sealed(path: &Path, n_bytes: u64) -> io::Result<bool> {
     Ok(hasher.finalize().as_slice() == written)
 }
 
-/// Cached code; `None` where the file is missing or cannot be used, and the component is compiled again.
+/// The cached code; `None` if the file is missing or cannot be used, and the component must be compiled again.
 fn found(engine: &Engine, path: &Path) -> Option<Component> {
     if !is_whole(path) {
         return None;
@@ -195,18 +195,17 @@ fn found(engine: &Engine, path: &Path) -> Option<Component> {
 }
 
 fn load(engine: &Engine, path: &Path) -> wasmtime::Result<Component> {
-    // SAFETY: the file is in a folder that only this user can write or replace, and its seal matches. Its name says that this
-    // host compiled it with an engine of the same settings; nothing else is ever written there, and files are replaced, never
-    // changed.
+    // SAFETY: the file is in a folder that only this user can write or replace, and its seal matches. Its name identifies this host version
+    // and the engine's settings; nothing else is written there, and files are replaced, never modified.
     unsafe { Component::deserialize_file(engine, path) }
 }
 
-/// The engine cannot hold the compiled code: its memories, tables or modules exceed those of the pool.
+/// The error for compiled code whose memories, tables or modules exceed those of the pool.
 fn too_large(error: &wasmtime::Error) -> CompileError {
     CompileError(format!("it exceeds a limit of this host, such as `plugins.limits.memory_bytes`: {error:#}"))
 }
 
-/// Makes the folder where that is allowed, and checks that it belongs to the user alone.
+/// Creates the folder if permitted, and checks that it belongs to this user only.
 fn private_folder(folder: &Path, access: CacheAccess) -> io::Result<()> {
     if access == CacheAccess::ReadWrite {
         let mut builder = std::fs::DirBuilder::new();
@@ -219,7 +218,7 @@ fn private_folder(folder: &Path, access: CacheAccess) -> io::Result<()> {
     if !metadata.is_dir() || !ours_alone(&metadata) {
         return Err(io::Error::other("not a folder that only its owner can write"));
     }
-    // Who can write a parent folder can replace this folder between check and use.
+    // A user who can write to a parent folder can replace this folder between check and use.
     for above in folder.canonicalize()?.ancestors().skip(1) {
         if !is_safe_above(&std::fs::symlink_metadata(above)?) {
             return Err(io::Error::other(format!("others than its owner can write {}", above.display())));
@@ -228,7 +227,7 @@ fn private_folder(folder: &Path, access: CacheAccess) -> io::Result<()> {
     Ok(())
 }
 
-/// Owned by this user or by root, and writable by nobody else; or with the sticky bit, such as /tmp.
+/// True for a folder that is owned by this user or root and writable by nobody else; or that has the sticky bit, such as /tmp.
 #[cfg(unix)]
 fn is_safe_above(metadata: &std::fs::Metadata) -> bool {
     use std::os::unix::fs::MetadataExt;

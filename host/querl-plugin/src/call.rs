@@ -20,7 +20,7 @@ use wasmtime::{Store, UpdateDeadline};
 /// Rejection code of an item that the host drops because the plugin hit a limit (fuel, time, memory, output) at it.
 pub const LIMIT_CODE: &str = "plugin_limit";
 
-/// The most time for finding all items of a batch that are to be dropped, as a multiple of `timeout_ms`.
+/// Maximum time for finding all items of a batch that must be dropped, as a multiple of `timeout_ms`.
 const DROP_TIMEOUTS: u64 = 10;
 
 /// Resources that one call into a plugin used, and its outcome.
@@ -186,7 +186,7 @@ impl Caller {
         let mut store = Store::new(self.exports.pre.engine(), guest);
         store.limiter(|guest| &mut guest.memory);
         store.set_fuel(self.limits.fuel(size)).expect("fuel is on in this engine");
-        // Each epoch tick compares the clocks with the limit. Ticks are not counted: on a busy machine they come late.
+        // At each epoch tick the clocks are compared with the limit. Ticks are not counted, because on a busy machine they are late.
         store.set_epoch_deadline(1);
         store.epoch_deadline_callback(|store| store.data().check_time().map(|()| UpdateDeadline::Continue(1)));
         // Bytes that the guest may pass to the host, not instructions.

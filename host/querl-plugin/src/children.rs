@@ -30,7 +30,7 @@ pub fn end_children() {
     for folder in &running.folders {
         let _ = std::fs::remove_dir_all(folder);
     }
-    // Never unlocked: no child starts any more, and no thread reports a killed child as a failure.
+    // Never unlocked, so that no further child starts and no thread reports a killed child as a failure.
     std::mem::forget(running);
 }
 
@@ -57,7 +57,7 @@ impl Drop for Registered {
     }
 }
 
-/// Starts a child process as the leader of a session and process group of its own, and registers it.
+/// Starts a child process as the leader of a new session and process group, and registers it.
 pub(crate) fn spawn(command: &mut Command) -> io::Result<(Child, Registered)> {
     #[cfg(unix)]
     // SAFETY: `setsid` is async-signal-safe, and nothing else runs between fork and exec.
@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn a_child_without_progress_is_killed_with_its_processes_and_its_output_is_kept() {
         let started = Instant::now();
-        // The `sleep` holds stdout: without it, the shell alone would be killed.
+        // `sleep` keeps stdout open, so that the test detects if only the shell is killed.
         let mut command = shell("echo begun; sleep 60 & wait");
         let (output, is_killed) = child_output_within(&mut command, Duration::from_millis(200), || 0).unwrap();
         assert!(is_killed && !output.status.success() && output.stdout == b"begun\n", "{output:?}");

@@ -12,14 +12,14 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 use wasmtime::Engine;
 
-/// Address space of a child. It took 570 MB for JavaScript's 12 MB of component, the most of all plugins of this repository,
-/// measured with two threads.
+/// Limit on the address space of a child process. The largest component of this repository (JavaScript, 12 MB) took 570 MB with two
+/// threads.
 const COMPILER_MEMORY_BYTES: u64 = 4 << 30;
 
-/// Each thread reserves address space.
+/// Limit on threads, because each reserves address space.
 const MAX_COMPILER_THREADS: usize = 8;
 
-/// A file of a child. The code of Python's 18 MB of component has 43 MB.
+/// Limit on the file size of a child process. The compiled code of the 18 MB Python component has 43 MB.
 const COMPILER_FILE_BYTES: u64 = 1 << 30;
 
 /// Environment variables that a child inherits: search paths and temporary folders. No secrets.
@@ -31,7 +31,7 @@ const MAX_MESSAGE_BYTES: usize = 2000;
 /// Which process compiles components.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Compiler {
-    /// The process of the host, without a limit of time or memory: for trusted components and for tests.
+    /// Compiles in the host's process, without a limit of time or memory: for trusted components and for tests.
     #[default]
     InProcessWithoutLimits,
     /// A child process: a program and its first arguments, to which the component, the output file and
@@ -82,7 +82,7 @@ pub(crate) fn private_temporary(parent: Option<&Path>) -> Result<Scratch, Compil
         .map_err(|error| CompileError(format!("compiling it needs a folder for temporary files: {error}")))
 }
 
-/// Compiles a component in a child process, which writes to a temporary folder of its own.
+/// Compiles a component in a child process, which writes to a separate temporary folder.
 pub(crate) fn in_child(
     program: &Path,
     args: &[String],
@@ -113,7 +113,7 @@ pub(crate) fn in_child(
     }
 }
 
-/// The child's exit status; `None` where it was killed after `timeout`.
+/// The child's exit status; `None` if it was killed after `timeout`.
 fn wait(mut child: Child, timeout: Duration) -> io::Result<Option<ExitStatus>> {
     let start = Instant::now();
     let mut pause = Duration::from_millis(1);
@@ -159,7 +159,7 @@ fn limit_resources(timeout_ms: u64) -> io::Result<()> {
         (Resource::As, COMPILER_MEMORY_BYTES),
     ];
     for (resource, limit) in limits {
-        // Under a lower limit of the host (`ulimit`), that one holds.
+        // A lower limit of the host (`ulimit`) takes precedence.
         let limit = Some(getrlimit(resource).maximum.map_or(limit, |of_host| of_host.min(limit)));
         setrlimit(resource, Rlimit { current: limit, maximum: limit })?;
     }

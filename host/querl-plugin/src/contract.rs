@@ -129,7 +129,7 @@ macro_rules! conversions {
 }
 pub(crate) use conversions;
 
-/// Results of scoring, whatever the version and interface that their types are of.
+/// Converts results of scoring, for the types of any version and interface.
 macro_rules! scores {
     ($results:expr) => {
         $results

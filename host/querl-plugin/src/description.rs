@@ -11,7 +11,7 @@ use semver::Version;
 use std::collections::BTreeMap;
 use toml::Value;
 
-/// The most settings of one plugin.
+/// Maximum number of settings per plugin.
 const MAX_SETTINGS: usize = 256;
 
 const MAX_VERSION_BYTES: usize = 64;
@@ -173,7 +173,7 @@ fn is_same(one: &SettingSpec, other: &SettingSpec) -> bool {
     is_same_default && facts(one) == facts(other)
 }
 
-/// The known kinds are those that the component exports. A kind of a later version is no concern of this host.
+/// The known kinds are those that the component exports. Kinds of later versions are ignored.
 fn check_kinds(names: &[String], exported: &[PluginKind]) -> Result<(), String> {
     let mut kinds: Vec<_> = names.iter().filter_map(|name| PluginKind::from_name(name)).collect();
     kinds.sort();

@@ -22,10 +22,10 @@ pub(crate) const TABLE_ELEMENTS: usize = 100_000;
 pub(crate) const WASM_STACK_BYTES: usize = 1 << 20;
 
 /// Bytes at the start of a memory, and of a table, that a slot of the pool keeps between instances and copies back from the initial image.
-/// Beyond them pages go back to the kernel, and the next instance pays a page fault for each one that it touches. The memory of a
-/// Rust component is below; that of an interpreter is 9 to 13 MiB, few pages of it are touched, and copying all costs more than the faults.
-/// Not with `pagemap_scan`, which copies touched pages only: wasmtime 48 looks for pages that are present, so one in swap would keep
-/// what the last instance wrote.
+/// Pages beyond it are returned to the kernel, and the next instance has a page fault for each page that it touches. The memory of a Rust
+/// component is smaller than this. That of an interpreter is 9 to 13 MiB with few touched pages, so that copying all of it would
+/// take longer than the page faults. `pagemap_scan`, which copies only touched pages, is not used: wasmtime 48 checks for present pages, so
+/// that a page in swap would keep the data of the previous instance.
 const MEMORY_KEEP_RESIDENT: usize = 2 << 20;
 const TABLE_KEEP_RESIDENT: usize = 64 << 10;
 
@@ -94,7 +94,7 @@ const ACCEPTED: WasmFeatures = WasmFeatures::WASM2
     .union(WasmFeatures::RELAXED_SIMD)
     .union(WasmFeatures::MULTI_MEMORY)
     .union(WasmFeatures::COMPONENT_MODEL)
-    // A part of WebAssembly 1.0 for wasmparser, and garbage collection for wasmtime.
+    // wasmparser counts this feature as part of WebAssembly 1.0, wasmtime as part of garbage collection.
     .difference(WasmFeatures::GC_TYPES);
 
 /// Features that differ between machines or runs are off, or deterministic.
@@ -159,7 +159,7 @@ impl Slots {
         Self { queue: Mutex::new(Queue { n_free: n_slots, waiting: VecDeque::new() }) }
     }
 
-    /// Waits for a slot; dropping what it returns frees it.
+    /// Waits for a slot. Dropping the returned guard frees it.
     pub(crate) fn take(&self) -> Slot<'_> {
         let place = self.queue().join();
         if let Some(waiter) = place {

@@ -72,7 +72,7 @@ fn out_of_fuel(limits: &Limits, n_items: usize) -> String {
     format!("used up its fuel: {of_call} for the call and {of_item} for {items} ({key}); it loops, or needs more")
 }
 
-/// `timeout_ms` is for the whole call, however many items it has: a filter gets a whole split.
+/// `timeout_ms` is the limit of a call, independent of its number of items: a filter gets a complete split.
 fn out_of_time(limits: &Limits, n_items: usize) -> String {
     let (ms, key) = (grouped(limits.values.timeout_ms), limits.key("timeout_ms"));
     match n_items {
@@ -84,7 +84,7 @@ fn out_of_time(limits: &Limits, n_items: usize) -> String {
     }
 }
 
-/// The wall time is used up by a call that hardly ran: no item is to blame.
+/// The fault of a call that used up its wall time without running much: the machine was busy, and no item is the cause.
 fn waited_for_the_machine(limits: &Limits, ran: Duration) -> String {
     let wall_ms = grouped(limits.values.timeout_ms.saturating_mul(WALL_TIMEOUTS.into()));
     let (ran_ms, key) = (grouped(ran.as_millis() as u64), limits.key("timeout_ms"));
@@ -94,7 +94,7 @@ fn waited_for_the_machine(limits: &Limits, ran: Duration) -> String {
     )
 }
 
-/// The host refused what the guest did or returned.
+/// The fault of a call in which the host refused an operation or a result of the guest.
 fn refused(phase: CallPhase, error: &wasmtime::Error, limits: &Limits) -> (FaultKind, String) {
     if let Some(refused) = error.downcast_ref::<HostRefusal>() {
         return (FaultKind::Trap, refused.to_string());
@@ -120,7 +120,7 @@ fn refused(phase: CallPhase, error: &wasmtime::Error, limits: &Limits) -> (Fault
     }
 }
 
-/// The result exceeds `output_bytes`.
+/// The message for a result that exceeds `output_bytes`.
 fn too_large(limits: &Limits) -> String {
     let (bytes, key) = (limits.values.output_bytes, limits.key("output_bytes"));
     format!("returned more than {bytes} bytes ({key})")
@@ -133,7 +133,7 @@ const TRACEBACK: &str = "Traceback (most recent call last):";
 fn python_error(stderr: &str) -> Option<String> {
     let lines: Vec<String> = stderr[stderr.find(TRACEBACK)?..]
         .lines()
-        // The panic of componentize-py's runtime, which says nothing more.
+        // Excludes the panic of componentize-py's runtime, which adds no information.
         .take_while(|line| !line.starts_with("thread '"))
         .filter(|line| !line.trim().is_empty())
         .map(|line| {
@@ -143,15 +143,15 @@ fn python_error(stderr: &str) -> Option<String> {
         .collect();
     let last_frame = lines.iter().rposition(|line| line.starts_with(' '))?;
     let exception = lines.get(last_frame + 1)?;
-    // The end says where it happened.
+    // The end of a traceback has the location of the error.
     let n_left_out = lines.len().saturating_sub(MAX_TRACEBACK_LINES);
     let left_out = (n_left_out > 0).then(|| format!("({n_left_out} lines before)"));
     let shown: Vec<String> = left_out.into_iter().chain(lines[n_left_out..].iter().cloned()).collect();
     Some(format!("{exception}\n{}\n", shown.join("\n")))
 }
 
-/// What a guest wrote before it ended: Python's exception, Rust's panic text without its note on RUST_BACKTRACE, JavaScript's exception with
-/// its stack (`score@plugin.js:3`), or other lines of a component that aborted.
+/// The error text that a guest wrote before it ended: Python's exception, Rust's panic message without its note on RUST_BACKTRACE,
+/// JavaScript's exception with its stack (`score@plugin.js:3`), or other lines of a component that aborted.
 fn last_words(stderr: &str) -> String {
     if let Some(message) = python_error(stderr) {
         return format!("raised: {message}");

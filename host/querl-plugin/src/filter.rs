@@ -31,7 +31,7 @@ impl FilterPlugin {
         samples.iter().zip(verdicts).map(check).collect()
     }
 
-    /// Checks all samples; when one hits a limit, removes it and checks the others again, always with the fuel of all samples.
+    /// Checks all samples. If one hits a limit, removes it and checks the others again, always with the fuel of all samples.
     fn dropping(&self, samples: &[Sample], mut fault: PluginFault) -> Result<Vec<Verdict>, PluginFault> {
         let deadline = self.caller.drop_deadline();
         let mut left: Vec<&Sample> = samples.iter().collect();
@@ -57,9 +57,9 @@ impl FilterPlugin {
         Ok(verdicts)
     }
 
-    /// The first sample with which `batch` hits a limit, and the fault, by binary search over prefixes: a verdict may depend on the
-    /// samples before it. Each prefix has the fuel of all `n_batch` samples; with less, a sample that needs more than its share
-    /// would be found.
+    /// Finds the first sample at which `batch` hits a limit, and the fault, by binary search over prefixes, because a verdict may depend on
+    /// the samples before it. Each prefix has the fuel of all `n_batch` samples; with less, a sample that needs more than its share would
+    /// be found.
     fn culprit(
         &self,
         batch: &[&Sample],

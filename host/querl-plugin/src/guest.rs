@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 use wasmtime::component::{ComponentType, Lift};
 use wasmtime::{Error, ResourceLimiter, Result, StoreContextMut, Trap};
 
-/// The least that a log line counts: about the size of the prefix that the host writes.
+/// Minimum number of bytes that a log line counts as: about the size of the prefix that the host writes.
 const MIN_LINE_BYTES: usize = 64;
 
 /// Fuel for one host call, in addition to one per byte that is copied.
 const HOST_CALL_FUEL: u64 = 100;
 
-/// The most keys that are recorded as read. They are suggested for an unknown key.
+/// Maximum number of recorded keys. They are suggested for an unknown key.
 const MAX_KEYS: usize = 1000;
 
 /// Limit on handles to streams and clocks, which take host memory.
@@ -287,7 +287,7 @@ fn thread_cpu_time() -> Duration {
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// Wall time, where the standard library has no other.
+/// Wall time, on platforms without CPU time per thread.
 #[cfg(not(unix))]
 fn thread_cpu_time() -> Duration {
     static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
@@ -323,7 +323,7 @@ impl ResourceLimiter for MemoryBudget {
         Ok(true)
     }
 
-    // The pool has these limits too; without it, these alone hold.
+    // The pool has these limits, too; without the pool, only these apply.
     fn instances(&self) -> usize {
         CORE_INSTANCES as usize
     }
@@ -341,7 +341,7 @@ impl ResourceLimiter for MemoryBudget {
 mod tests {
     use super::*;
 
-    /// Not used up by a test.
+    /// Longer than any test takes.
     const LIMIT: Duration = Duration::from_secs(60);
 
     /// Symptom: on a busy machine a plugin was stopped after 5 s, in which it had run for a fraction of a second.

@@ -74,7 +74,7 @@ impl Default for HostOptions {
 /// Settings of a plugin by key, as in the configuration.
 pub type PluginSettings = BTreeMap<String, toml::Value>;
 
-/// Makes a plugin's port, of the first of the port's kinds that it has.
+/// Creates the port of a plugin, for the first of the port's kinds that the plugin has.
 type Adapt<P> = Box<dyn FnOnce(Caller, PluginKind) -> Result<Box<P>, PluginFault>>;
 
 /// The port as which [`PluginHost::open`] opens a plugin: prompts, filter, reward or style scorer.
@@ -200,7 +200,7 @@ impl PluginHost {
     /// Not buildable, not a plugin for this host; a fault in `info.describe`; or the component differs from its manifest, or the
     /// manifest requests more than the host allows.
     pub fn load_file(&self, file: PluginFile) -> Result<Plugin, PluginError> {
-        // Before a build, which takes minutes.
+        // Checked before a build, which takes minutes.
         let limits = match file.manifest() {
             Some(manifest) => Limits::with_manifest(manifest, &self.shared.options.limits)
                 .map_err(|reason| PluginError::Manifest { path: file.path().to_owned(), reason })?,
@@ -385,7 +385,7 @@ fn differs(opened: &OpenedSource, reason: String) -> PluginError {
     PluginError::Manifest { path: opened.file.clone(), reason }
 }
 
-/// Compares the manifest with what the component says of itself and imports.
+/// Compares the manifest with the component's description and imports.
 fn check_manifest(manifest: &Manifest, linked: &LinkedComponent) -> Result<(), String> {
     linked.description.check_manifest(manifest)?;
     let declared = &manifest.plugin.host_functions[..];

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use wasmtime::component::{ComponentType, Lift, Linker, Lower};
 use wasmtime::{Result, StoreContextMut};
 
-/// The most texts of one `similarity.embed`.
+/// Maximum number of texts per call of `similarity.embed`.
 const MAX_EMBED_TEXTS: usize = 64;
 
 #[derive(Debug, Clone, Copy, ComponentType, Lift)]
@@ -47,7 +47,7 @@ struct StyleClass {
     probability: f64,
 }
 
-/// Links the host functions of one series of the contract. That a component imports no others is checked before.
+/// Links the host functions of one series of the contract. The component's imports were checked before.
 pub(crate) fn define(linker: &mut Linker<Guest>, series: Series) -> Result<()> {
     let name = |interface: &str| format!("{PREFIX}{interface}@{}", series.version());
     linker.instance(&name("types"))?;

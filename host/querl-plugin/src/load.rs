@@ -153,7 +153,7 @@ fn open_component(file: PathBuf, source: Source, manifest: Option<Manifest>) -> 
     Ok(OpenedSource { file, source, manifest, bundle: None, content })
 }
 
-/// A folder's plugin.toml, where it has one.
+/// The plugin.toml of a folder, if there is one.
 fn manifest_of_folder(folder: &Path) -> Result<Option<Manifest>, PluginError> {
     let path = folder.join("plugin.toml");
     // Does not follow links: a dangling link is an unreadable manifest, not a missing one.
@@ -203,7 +203,7 @@ fn untrusted(error: BundleError) -> PluginError {
 
 fn read_component(file: &Path) -> Result<Vec<u8>, PluginError> {
     let failed = |error: std::io::Error| unreadable(file, error.to_string());
-    // Before it is opened: opening a pipe blocks until there is a writer.
+    // Checked before opening the file, because opening a pipe blocks until there is a writer.
     if !std::fs::metadata(file).map_err(failed)?.is_file() {
         return Err(unreadable(file, "it is not a file; expected a component".into()));
     }
@@ -444,7 +444,7 @@ impl Plugin {
     pub fn exports(&self) -> Vec<String> {
         let pre = &self.loaded.linked.exports.pre;
         let component = pre.component().component_type();
-        // componentize-py adds an instance of its own, `exports`.
+        // componentize-py adds an instance called `exports`.
         let names = component.exports(pre.engine()).map(|(name, _)| name.to_owned());
         names.filter(|name| name.contains(':')).collect()
     }

@@ -4,7 +4,7 @@
 use crate::contract::ItemResult;
 use querl_core::records::{Rejection, Reward, RewardComponent};
 
-/// A first episode may be much larger than the others.
+/// Limit of the reservation, because the first episode may be much larger than the others.
 const MAX_RESERVED_BYTES: usize = 4 << 20;
 
 /// Encodes a list: the number of items, then each item as `write` encodes it.
@@ -96,7 +96,7 @@ pub(crate) enum FormError {
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// Remaining of `max_bytes`.
+    /// Remaining number of `max_bytes`.
     room_bytes: usize,
 }
 
@@ -137,7 +137,8 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Every entry takes at least one byte, which bounds the length of the list; its memory is charged before it is allocated.
+    /// Reads a list. Every entry takes at least one byte, which limits the length of the list; its memory is charged before it is
+    /// allocated.
     fn entries<T>(
         &mut self,
         n_entries: usize,
@@ -178,7 +179,7 @@ mod tests {
         super::results(bytes, n_items, 1000)
     }
 
-    /// A list of results, by hand: a score with one component, then a rejection.
+    /// A handmade list of results: a score with one component, and a rejection.
     fn two_results() -> Vec<u8> {
         let mut bytes = vec![2, 0, 0, 0];
         bytes.push(0);

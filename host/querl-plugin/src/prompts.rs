@@ -6,7 +6,7 @@ use crate::text::printable;
 use querl_core::ports::{ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Message, Rejection};
 
-/// The most bytes of a query or response in a fault's message.
+/// Maximum number of bytes of a query or response in the message of a fault.
 const SHOWN_BYTES: usize = 120;
 
 pub(crate) struct PromptPlugin {

@@ -8,10 +8,10 @@ use querl_core::ports::{FaultKind, PluginFault};
 use querl_core::records::{EpisodeRef, Reward};
 use sha2::{Digest, Sha256};
 
-/// One in so many batches is scored again.
+/// One of this many batches is scored again.
 const SAMPLED: u8 = 64;
 
-/// The most episodes of a sampled batch that are scored again: an interpreter starts in each call.
+/// Maximum number of episodes of a sampled batch that are scored again, because each call starts an interpreter.
 const MAX_SAMPLED_EPISODES: usize = 4;
 
 impl RewardPlugin {
@@ -25,7 +25,7 @@ impl RewardPlugin {
             return Ok(());
         }
         let is_every = self.caller.rechecks == Rechecks::Every;
-        // Ids are unique in a run; more of them would cost more than the checks.
+        // The first and last id suffice, because ids are unique in a run; hashing more ids would take longer than the checks.
         let digest = Sha256::new().chain_update(first.id).chain_update(last.id).finalize();
         if !is_every && !digest[0].is_multiple_of(SAMPLED) {
             return Ok(());
@@ -50,7 +50,7 @@ impl RewardPlugin {
         (0..n_chosen).map(|n| (seed + n * n_episodes / n_chosen) % n_episodes).collect()
     }
 
-    /// In another form of the batch: a whole group, or the chosen episodes.
+    /// Compares with another form of the batch: a complete group, or the chosen episodes.
     fn recheck_in(
         &self,
         form: RewardForm,
@@ -67,7 +67,7 @@ impl RewardPlugin {
         self.rescore(form, episodes, scores, &chosen, &difference)
     }
 
-    /// A group in reverse order, or chosen episodes alone.
+    /// Compares with another order: a group in reverse order, or chosen episodes alone.
     fn recheck_order(&self, episodes: &[EpisodeRef<'_>], scores: &[ItemScore], seed: usize) -> Result<(), PluginFault> {
         if self.is_of_groups() {
             let reversed: Vec<_> = (0..episodes.len()).rev().collect();
@@ -92,7 +92,7 @@ impl RewardPlugin {
         let again: Vec<_> = chosen.iter().map(|index| episodes[*index]).collect();
         let results = match self.run(form, &again, CallSize::part_of(episodes.len(), again.len())) {
             Ok(results) => self.scoring().checked(&again, results)?,
-            // Fuel differs between the forms, and a busy machine shows no difference.
+            // Not an error: fuel use differs between forms, and a busy machine may exceed the time limit.
             Err(fault) if matches!(fault.kind, FaultKind::Limit | FaultKind::Host) => return Ok(()),
             Err(fault) => {
                 let ids: Vec<_> = again.iter().map(|episode| episode.id).collect();
@@ -113,7 +113,7 @@ impl RewardPlugin {
     }
 }
 
-/// Equal to the bit.
+/// True if the results are bit-identical.
 fn is_same(one: &ItemScore, other: &ItemScore) -> bool {
     match (one, other) {
         (Ok(one), Ok(other)) => bits(one).eq(bits(other)),

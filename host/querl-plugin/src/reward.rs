@@ -108,7 +108,7 @@ impl<T: Sync> Scoring<'_, T> {
     }
 }
 
-/// The contract's rules for one result.
+/// Checks the contract's rules for one result.
 fn check_outcome(
     outcome: &ItemScore,
     range: RewardRange,
@@ -186,11 +186,11 @@ fn check_components(parts: &[RewardComponent]) -> Result<(), String> {
 /// How a batch of episodes is passed to a reward plugin. Results are equal; fuel differs between the forms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RewardForm {
-    /// One block of bytes, `packed-rewards.score-packed`: the host's choice where a plugin exports it.
+    /// One byte buffer, `packed-rewards.score-packed`: used by the host if a plugin exports it.
     Packed,
-    /// A JSON text, `json-rewards.score-json`: the host's choice where a plugin exports it.
+    /// A JSON text, `json-rewards.score-json`: used by the host if a plugin exports it.
     Json,
-    /// Records, `rewards.score-batch` or `group-rewards.score-group`: every reward plugin has it.
+    /// Records, `rewards.score-batch` or `group-rewards.score-group`: exported by every reward plugin.
     Records,
 }
 
@@ -254,7 +254,7 @@ impl RewardPlugin {
             RewardForm::Records => {
                 self.caller.score(item_id, function, size, |guest| contract.score_records(guest, episodes))
             }
-            // One block of bytes each way: a third of what the same batch costs as records.
+            // One byte buffer in each direction takes a third of the cost of records.
             RewardForm::Packed => {
                 let (batch, max_bytes) = (contract.pack(episodes), self.caller.limits.values.output_bytes);
                 self.caller.score(item_id, function, size, |guest| {
@@ -315,7 +315,7 @@ impl RewardPlugin {
         Ok(scored.into_iter().map(|(_, score)| score).collect())
     }
 
-    /// With `on_limit = "drop"`, a group that hits a limit is dropped whole: the score of an episode depends on the others.
+    /// With `on_limit = "drop"`, a group that hits a limit is dropped completely, because the score of an episode depends on the others.
     fn score_group(&self, group: &[EpisodeRef<'_>]) -> Result<Vec<ItemScore>, PluginFault> {
         let scoring = self.scoring();
         let in_group = |fault: PluginFault| self.caller.in_batch(&fault, "group", &[group[0].group_id]);
@@ -339,10 +339,11 @@ impl RewardPlugin {
     }
 }
 
-/// The most threads that wait for host functions in one batch.
+/// Maximum number of threads that wait for host functions in one batch.
 const MAX_WAITING: usize = 8;
 
-/// The results of `run` in the order of the items, on several threads: host functions wait for services. The first fault in that order.
+/// Runs the items on several threads, because host functions wait for services. Returns the results, or the first fault, in the order of
+/// the items.
 fn in_order<T: Sync>(
     items: &[T],
     run: impl Fn(&T) -> Result<Vec<ItemScore>, PluginFault> + Sync,
@@ -370,7 +371,7 @@ fn in_order<T: Sync>(
     results.into_iter().map(|(_, result)| result).collect()
 }
 
-/// Sends the items that can be expressed; `rejections` has a rejection for each other one.
+/// Scores the items that the contract can express; `rejections` has a rejection for each other one.
 fn with_rejections(
     rejections: Vec<Option<Rejection>>,
     score: impl FnOnce() -> Result<Vec<ItemScore>, PluginFault>,
@@ -412,7 +413,7 @@ const RANGE: RewardRange = RewardRange { min: 0.0, max: 1.0 };
 /// A configured style scorer plugin.
 pub(crate) struct StylePlugin {
     pub(crate) caller: Caller,
-    /// Whether calls of host functions are recorded with their dialogue.
+    /// True if calls of host functions are recorded with their dialogue.
     pub(crate) is_recorded: bool,
 }
 
@@ -445,7 +446,7 @@ impl StyleScorer for StylePlugin {
     }
 }
 
-/// Why a dialogue cannot be expressed in the contract.
+/// The reason why a dialogue cannot be expressed in the contract.
 fn odd_turns(dialogue: &Dialogue) -> Option<Rejection> {
     let rejected = |detail: String| Some(Rejection::new("invalid_dialogue", detail));
     if dialogue.turns.last().is_none_or(|last| last.role != "assistant") {

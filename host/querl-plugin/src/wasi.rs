@@ -12,10 +12,10 @@ use wasmtime::component::types::{ComponentInstance, ComponentItem};
 use wasmtime::component::{ComponentType, Lift, Linker, LinkerInstance, Lower, Resource, ResourceType};
 use wasmtime::{Engine, Result, StoreContextMut};
 
-/// The most random bytes per call; seeds of hash tables need fewer.
+/// Maximum number of random bytes per call; seeds of hash tables need fewer.
 const MAX_RANDOM_BYTES: u64 = 64 << 10;
 
-/// The most bytes per write.
+/// Maximum number of bytes per write.
 const WRITE_BYTES: u64 = 64 << 10;
 
 struct InputStream;

@@ -1,5 +1,4 @@
-//! The memory of a call over a whole split: the SDK's allocator gives nothing back before the call ends, and uses again what
-//! was freed.
+//! Memory of a call over a complete split: the SDK's allocator reuses freed blocks, but returns no memory before the call ends.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -33,7 +32,7 @@ fn samples(query: impl Fn(usize) -> String) -> Vec<Sample> {
     (0..N_SAMPLES).map(sample).collect()
 }
 
-/// What the contract makes of the samples in a guest's memory: the texts, each a block of its own, and the records.
+/// Size of the samples in a guest's memory: each text in a separate block, and the records.
 fn argument_bytes(samples: &[Sample]) -> usize {
     let block = |text: &String| text.len().next_multiple_of(8);
     let hit = |hit: &Hit| block(&hit.id) + block(&hit.text) + 48;
@@ -45,7 +44,7 @@ fn argument_bytes(samples: &[Sample]) -> usize {
     samples.iter().map(sample).sum()
 }
 
-/// The greatest memory of a call of `filter-quality` with these samples.
+/// Peak memory of a call of `filter-quality` with these samples.
 fn peak_bytes(samples: &[Sample]) -> usize {
     let peak = Arc::new(AtomicUsize::new(0));
     let seen = peak.clone();

@@ -1,4 +1,4 @@
-//! Bundles, and manifests in source folders: what is checked before a plugin is used.
+//! Bundles, and manifests in source folders: checks before a plugin is used.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -25,7 +25,7 @@ fn component() -> Vec<u8> {
     std::fs::read(host().load(&repository().join(FOLDER)).unwrap().path()).unwrap()
 }
 
-/// A bundle of the first-party reward whose plugin.toml went through `change`.
+/// A bundle of the first-party reward with a plugin.toml that was modified by `change`.
 fn bundle(change: impl Fn(&str) -> String) -> (TempDir, PathBuf) {
     bundle_of(&component(), change)
 }
@@ -44,7 +44,7 @@ fn bundle_of(component: &[u8], change: impl Fn(&str) -> String) -> (TempDir, Pat
     (folder, path)
 }
 
-/// The first-party reward as it was of contract 0.1.
+/// The first-party reward of contract 0.1.
 fn component_0_1() -> Vec<u8> {
     let path = repository().join("tests/plugins-0.1/reward-competition-0.1.0.querl");
     Bundle::open(&path).unwrap().component().to_vec()
@@ -54,7 +54,7 @@ fn manifest_0_1(manifest: &str) -> String {
     manifest.replace("\"0.2.0\"", "\"0.1.0\"")
 }
 
-/// Why a bundle is refused in which `old` is `new`.
+/// The error for a bundle in which `old` was replaced by `new`.
 fn refusal_with(old: &str, new: &str) -> String {
     let (_folder, path) = bundle(|manifest| {
         assert!(manifest.contains(old), "{manifest}");
@@ -128,7 +128,7 @@ fn what_the_manifest_says_must_be_so() {
 
 #[test]
 fn settings_are_checked_against_the_manifest_before_the_plugin_sees_them() {
-    // The plugin itself takes up to a million; one of contract 0.1 does not describe that.
+    // The plugin accepts up to a million, but contract 0.1 cannot describe that.
     let (_folder, path) =
         bundle_of(&component_0_1(), |manifest| manifest_0_1(manifest).replacen("maximum = 1e6", "maximum = 2", 1));
     let host = host();
@@ -259,7 +259,7 @@ fn built_folder(component: &[u8], more: &str) -> TempDir {
     folder
 }
 
-/// A claim of a folder about its component's digest once decided under which name its code was kept.
+/// Regression: the digest that a folder claimed for its component determined the name under which its code was cached.
 #[test]
 fn code_is_kept_under_the_digest_of_its_bytes_whatever_plugin_toml_says() {
     let (ours, theirs) = (common::wat::component("ordinary"), common::wat::component("divides-by-zero"));

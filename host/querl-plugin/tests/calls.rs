@@ -1,4 +1,4 @@
-//! What the observer hears of calls, and style scorers with a model behind them.
+//! Calls reported to the observer, and style scorers with a model.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -14,7 +14,7 @@ use querl_plugin::{CallReport, HostOptions, PluginHost, PluginKind, PluginPort, 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// A call as it was reported, without its time.
+/// A reported call, without its time.
 #[derive(Debug, Clone, PartialEq)]
 struct Heard {
     plugin: String,
@@ -102,7 +102,7 @@ fn call_that_faults_is_reported_with_all_its_fuel() {
     assert_eq!((heard.len(), heard[0].failed, heard[0].fuel), (1, true, 1_500_000));
 }
 
-/// A model that knows two classes; the question says what it makes of a dialogue.
+/// A model with two classes; the question determines its result.
 struct Model;
 
 impl StyleModel for Model {
@@ -147,7 +147,7 @@ fn style_scorer_asks_the_model_of_the_run() {
     assert!(lost.detail.contains("no model there"), "{}", lost.detail);
 }
 
-/// The model, and texts as words, with the items that the calls were made for.
+/// Host functions (style model and words) that record the items for which they were called.
 #[derive(Default)]
 struct Attributed(Mutex<Vec<String>>);
 

@@ -25,7 +25,7 @@ fn kept(cache: &Path) -> Vec<PathBuf> {
     std::fs::read_dir(cache.join("compiled")).unwrap().map(|entry| entry.unwrap().path()).collect()
 }
 
-/// A program of a few lines of shell in place of the compiler.
+/// A compiler that is a shell script.
 fn script(folder: &Path, lines: &str) -> Compiler {
     Compiler::Child("/bin/sh".into(), vec!["-c".into(), lines.into(), folder.display().to_string()])
 }
@@ -46,7 +46,7 @@ fn child_compiles_what_the_host_runs_and_keeps() {
     let scored = score(child());
     let files = kept(folder.path());
     assert_eq!(files.len(), 1, "one compiled component, and no temporary file: {files:?}");
-    // What a child has kept is what the host itself would have: it is not compiled again.
+    // The code that a child wrote is the same that the host would write, so it is not compiled again.
     let written = std::fs::metadata(&files[0]).unwrap().ino();
     assert_eq!(score(Compiler::InProcessWithoutLimits), scored);
     assert_eq!(std::fs::metadata(&files[0]).unwrap().ino(), written);
@@ -72,7 +72,7 @@ fn child_that_takes_too_long_is_stopped() {
     assert!(kept(folder.path()).is_empty());
 }
 
-/// What the environment holds is the host's: keys of services, for one.
+/// The host's environment may contain secrets, such as API keys.
 #[test]
 fn child_sees_little_of_the_environment() {
     let folder = tempfile::tempdir().unwrap();
@@ -81,7 +81,7 @@ fn child_sees_little_of_the_environment() {
         refusal(script(folder.path(), "env | cut -d= -f1 | sort | tr '\\n' ' ' >&2; exit 1"), folder.path(), 60_000);
     let (_, names) =
         message.split_once("reward-competition.wasm: ").or(message.split_once("reward_competition.wasm: ")).unwrap();
-    // What a shell sets for itself is there too.
+    // Includes the variables that a shell sets itself.
     let expected = [
         "PATH",
         "LD_LIBRARY_PATH",

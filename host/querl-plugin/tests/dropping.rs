@@ -1,4 +1,4 @@
-//! `plugins.limits.on_limit = "drop"`: the item at which a limit was hit is left out and counted, the others are worked on.
+//! `plugins.limits.on_limit = "drop"`: the item that hits a limit is dropped and counted, the others are processed.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -10,13 +10,13 @@ use querl_core::records::{Dialogue, Episode, Message, Sample, Verdict};
 use querl_plugin::{PluginPort, PluginSettings};
 use std::time::Duration;
 
-/// A minute, so that fuel is the limit.
+/// A time limit of a minute, so that fuel is the effective limit.
 fn limits(max_dropped: u64) -> PluginLimits {
     let (on_limit, timeout_ms) = (OnLimit::Drop, 60_000);
     PluginLimits { fuel_per_call: 0, fuel_per_item: 1_000_000, timeout_ms, on_limit, max_dropped, ..Default::default() }
 }
 
-/// One letter an episode: total, or code.
+/// The total or the rejection code of each episode.
 fn outcomes(plugin: &dyn RewardModel, queries: &[&str]) -> Vec<String> {
     let batch: Vec<Episode> = queries.iter().enumerate().map(|(n, query)| episode(&format!("e{n}"), query)).collect();
     let scored = plugin.score_batch(&batch).unwrap();
@@ -63,14 +63,14 @@ fn batch_has_the_fuel_of_all_its_items() {
     assert!(outcomes(&*plugin, &among(31)).iter().all(|outcome| outcome == "0.5"), "its neighbours leave it enough");
 }
 
-/// Items that were too much together were once dropped, each for want of its neighbours' fuel.
+/// Regression: items that together exceeded a limit were each dropped, because each was run without the fuel of the others.
 #[test]
 fn items_that_are_too_much_together_are_kept_where_each_is_within_the_fuel_of_the_batch() {
     let plugin = guest(&host_with(PluginLimits { fuel_per_item: 40_000, ..limits(10) }), "works");
     assert!(outcomes(&*plugin, &["100000"; 20]).iter().all(|outcome| outcome == "0.5"));
 }
 
-/// Finding the items to drop once took as long as there were items.
+/// Regression: the time for finding the items to drop was unlimited.
 #[test]
 fn finding_what_to_drop_ends_after_ten_times_the_time_of_a_call() {
     let (fuel_per_item, timeout_ms) = (u64::MAX / 1_000_000, 50);
@@ -125,7 +125,7 @@ fn filter_drops_the_samples_at_which_it_loops_and_sees_the_others_in_order() {
     assert_eq!(codes, [limit]);
 }
 
-/// The search for the culprit once gave a part of the batch the fuel of that part only.
+/// Regression: in the search for the item, a part of the batch had only the fuel of that part.
 #[test]
 fn filter_keeps_a_heavy_sample_in_front_of_one_that_loops() {
     let queries = ["200000", "a", "b", "loop", "a", "c"];

@@ -52,7 +52,7 @@ fn source_folder_is_built_again_when_its_source_is_newer() {
     assert!(broken.contains("cargo could not build it:") && broken.contains("mismatched types"), "{broken}");
 }
 
-/// Symptom: a plugin.toml that asks for too much was refused only after its build.
+/// Symptom: a plugin.toml with limits that are too high was refused only after the build.
 #[test]
 fn limits_above_those_of_the_host_are_refused_before_a_build() {
     let folder = tempfile::tempdir().unwrap();
@@ -127,7 +127,7 @@ fn calls_work_outside_and_inside_an_async_runtime() {
     let outside = reward.score_batch(&batch).unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().unwrap();
     runtime.block_on(async {
-        // Straight on the runtime's thread, and as a stage would: also a guest that writes to stderr.
+        // Called on the runtime's thread and as in a stage, also with a guest that writes to stderr.
         assert_eq!(reward.score_batch(&batch).unwrap(), outside);
         let on_worker = tokio::spawn(async move {
             let plain = tokio::task::block_in_place(|| reward.score_batch(&[episode("a", "好")]).unwrap());

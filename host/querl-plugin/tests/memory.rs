@@ -1,5 +1,5 @@
-//! Guests that want the host's memory: what the process takes stays within what the limits say. A process of its own, and one
-//! test at a time: what is measured is the whole process.
+//! Guests that exhaust memory: the memory of the process stays within the limits. These tests are a separate process and run one at a time,
+//! because the memory of the process is measured.
 #![allow(clippy::unwrap_used)]
 #![cfg(target_os = "linux")]
 
@@ -17,24 +17,24 @@ const MIB: usize = 1 << 20;
 /// Host memory in addition to the guest's own: arguments, compiled code, messages.
 const HOST_BYTES: usize = 24 * MIB;
 
-/// A figure of this process in bytes: `VmRSS` is what is resident now, `VmHWM` the most that was.
+/// A memory statistic of this process in bytes: `VmRSS` is the resident memory, `VmHWM` its peak.
 fn resident(figure: &str) -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(figure)?.strip_prefix(':')).unwrap();
     line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() * 1024
 }
 
-/// What `job` takes at its largest, and what of it stays, in bytes; runs it once before, so that all is compiled.
+/// Peak and remaining memory of `job` in bytes; runs it once before, so that everything is compiled.
 fn growth(job: impl Fn()) -> (usize, usize) {
     job();
-    // Sets the most that was to what is now.
+    // Resets the peak to the current memory.
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
     let before = resident("VmRSS");
     job();
     (resident("VmHWM").saturating_sub(before), resident("VmRSS").saturating_sub(before))
 }
 
-/// Runs a guest into a fault. The process takes at most `guest_bytes` + [`HOST_BYTES`] for it, and gives all back.
+/// Runs a guest until its fault. The process uses at most `guest_bytes` + [`HOST_BYTES`] for it, and releases all of it.
 fn alone_within(plugin: &dyn RewardModel, query: &str, guest_bytes: usize) -> PluginFault {
     let run = || plugin.score_batch(&[episode("a", query)]).unwrap_err();
     let (most, stays) = growth(|| drop(run()));
@@ -43,7 +43,7 @@ fn alone_within(plugin: &dyn RewardModel, query: &str, guest_bytes: usize) -> Pl
     run()
 }
 
-/// As [`alone_within`]; then among other episodes, whose fault it returns.
+/// As [`alone_within`]; then in a batch with other episodes. Returns the fault.
 fn fault_within(name: &str, query: &str, limits: PluginLimits, guest_bytes: usize) -> PluginFault {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let host = host_with(limits);
@@ -64,7 +64,7 @@ fn memory_bomb_is_stopped_at_the_limit() {
 
 #[test]
 fn output_beyond_the_limit_is_a_fault() {
-    // The text, and the block of bytes into which the SDK writes it.
+    // The text, and the byte buffer into which the SDK writes it.
     let fault = fault_within("output-flood", "flood", with_plenty_of_fuel(5000), 72 * MIB);
     assert_eq!(fault.kind, FaultKind::Limit);
     let message = fault.to_string();

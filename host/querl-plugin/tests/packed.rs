@@ -1,4 +1,4 @@
-//! Batches in one block of bytes: the guest is given the very episodes, and scores them as it scores records.
+//! Batches in one byte buffer: the guest gets the same episodes as with records, and gives the same scores.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -19,7 +19,7 @@ const EPISODES: &str = r#"
 {"format": 2, "episode": {"id": "failed-too", "query": "x", "policy": {"rewrite": "x", "retrieval": {"failed": {"kind": "rate_limited", "message": "429"}}, "judgement": {"failed": {"kind": "server_error", "message": "500"}}}, "baseline": {"rewrite": "x", "retrieval": {"failed": {"kind": "invalid_response", "message": "?"}}, "judgement": {"failed": {"kind": "not_recorded", "message": "x"}}}}}
 "#;
 
-/// The same component without the export that the host prefers.
+/// The same component without the export that the host would use.
 fn without_packed(host: &PluginHost, plugin: &Plugin) -> Plugin {
     let mut bytes = std::fs::read(plugin.path()).unwrap();
     let (from, to) = (b"packed-rewards", b"packed-rewardz");
@@ -35,7 +35,7 @@ fn reward(host: &PluginHost, plugin: &Plugin) -> Box<dyn RewardModel> {
     host.open(plugin, &PluginSettings::default(), PluginPort::reward()).unwrap()
 }
 
-/// As the host has them, and as the SDK reads the same lines.
+/// The episodes as read by the host and by the SDK from the same lines.
 fn recorded() -> (Vec<Episode>, Vec<querl_sdk::Episode>) {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), EPISODES).unwrap();

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use std::fmt;
 use std::time::Duration;
 
-/// Characters of a value that a message quotes.
+/// Maximum number of characters of a quoted value in a message.
 const QUOTED_CHARS: usize = 60;
 
 /// Limits of a request body, and a description of its form for error messages.
@@ -43,7 +43,7 @@ fn too_large(limits: BodyLimits<'_>) -> ErrorResponse {
     ErrorResponse::too_large(format!("the body is larger than {} bytes", limits.max_bytes))
 }
 
-/// Checks what is known before the body arrives.
+/// Checks the headers before the body arrives.
 fn check_headers(headers: &HeaderMap, limits: BodyLimits<'_>) -> Result<(), ErrorResponse> {
     let text = |name: HeaderName| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
     let wrong = |what: String| Err(ErrorResponse::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what));
@@ -58,8 +58,8 @@ fn check_headers(headers: &HeaderMap, limits: BodyLimits<'_>) -> Result<(), Erro
     {
         return wrong(format!("`Content-Encoding` is `{}`; expected an uncompressed body", shortened(&encoding)));
     }
-    // A client that waits for `100 Continue` learns the limit before it sends the body. Others are still sending, and may take a response
-    // with the end of the connection for a broken one: their bodies are read up to the limit.
+    // A client that waits for `100 Continue` learns the limit before it sends the body. Other clients are still sending, and may interpret
+    // an early response with a closed connection as a network error: their bodies are read up to the limit.
     let length = text(header::CONTENT_LENGTH).filter(|_| headers.contains_key(header::EXPECT));
     match length.and_then(|length| length.parse::<u64>().ok()).is_some_and(|length| length > limits.max_bytes as u64) {
         true => Err(too_large(limits)),

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 use tokio::sync::Notify;
 
-/// Why a request that has arrived completely is answered with 429 or 503: too many requests are in progress.
+/// The reason why a complete request gets 429 or 503: too many requests are in progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RequestLimitError {
     #[error("{0} requests are in progress, the maximum of this server; retry later")]
@@ -37,9 +37,9 @@ impl RequestLimitError {
 
 struct Connection {
     peer: IpAddr,
-    /// The request is complete and its response is not made yet.
+    /// True if the request is complete and its response is not finished.
     has_request: bool,
-    /// Accepted, or last head of a request, or last response.
+    /// Time when the connection was accepted, or of the last request head or response.
     since: Instant,
     close: Arc<Notify>,
 }
@@ -88,12 +88,12 @@ impl Table {
     }
 }
 
-/// Complete requests among a number of connections: seven eighths.
+/// Maximum number of complete requests for a number of connections: seven eighths.
 fn requests_of(n_connections: usize) -> usize {
     n_connections - n_connections.div_ceil(8)
 }
 
-/// What counts as one peer: an IPv4 address, or an IPv6 network of 64 bits, which is what one customer of a provider has.
+/// The peer of an address: an IPv4 address, or an IPv6 /64 network, which is what a provider assigns to one customer.
 fn peer_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX))),
@@ -181,7 +181,7 @@ pub(crate) struct ConnectionHandle {
 }
 
 impl ConnectionHandle {
-    /// Restarts the time limit of the connection, when the head of a request has arrived or that of a response is made.
+    /// Restarts the time limit of the connection, when the head of a request has arrived or that of a response is ready.
     pub(crate) fn note_progress(&self) {
         if let Some(connection) = self.connections.table().open.get_mut(&self.id) {
             connection.since = Instant::now();
@@ -191,7 +191,7 @@ impl ConnectionHandle {
     /// Counts a request that has arrived completely as in progress, until the returned value is dropped.
     ///
     /// # Errors
-    /// All places are taken.
+    /// The limit of requests is reached.
     pub(crate) fn begin_request(&self) -> Result<RequestSlot, RequestLimitError> {
         let mut table = self.connections.table();
         table.check_requests(None, &self.connections.limits)?;
@@ -217,7 +217,7 @@ impl<S: Send + Sync> FromRequestParts<S> for ConnectionHandle {
     }
 }
 
-/// A request in progress; dropped once its response is made, and for a stream once all of it is.
+/// A request in progress; dropped once its response is complete, also for streams.
 pub(crate) struct RequestSlot(ConnectionHandle);
 
 impl Drop for RequestSlot {

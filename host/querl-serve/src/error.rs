@@ -73,7 +73,7 @@ impl ErrorResponse {
             ErrorForm::GeneralRag => json!({"status": status.as_u16(), "msg": message, "data": null}),
             ErrorForm::Dify => json!({"error_code": dify_code(status, code), "error_msg": message}),
         };
-        // Dify shows that a key is missing or wrong at 403 alone.
+        // Dify reports a missing or wrong key only for status 403.
         let status = match form {
             ErrorForm::Dify if status == StatusCode::UNAUTHORIZED => StatusCode::FORBIDDEN,
             _ => status,
@@ -104,7 +104,7 @@ fn with_error_headers(mut response: Response) -> Response {
     response
 }
 
-/// Names of text-embeddings-inference, which has none for a missing key.
+/// Error types of text-embeddings-inference, which has none for a missing key.
 fn plain_type(status: StatusCode) -> &'static str {
     match status {
         StatusCode::TOO_MANY_REQUESTS => "Overloaded",

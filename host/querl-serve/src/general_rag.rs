@@ -29,11 +29,11 @@ use std::time::Duration;
 pub const GENERAL_RAG_ROUTE: &str = "/api/chat/general_rag";
 /// Four texts of [`MAX_TEXT_CHARS`] with every character escaped as in `\u9c7c`, and their keys.
 const MAX_BODY_BYTES: usize = 256 << 10;
-/// Far above the length of a query with its history.
+/// Maximum length of a text: far above that of a query with its history.
 const MAX_TEXT_CHARS: usize = 8192;
 /// Time limit for a whole body to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
-/// As in a configuration (`retrieval.top_k`).
+/// The same maximum as for `retrieval.top_k`.
 const MAX_TOP_K: u64 = 1000;
 
 const DEFAULT_KB_NAME: &str = "default";
@@ -84,7 +84,7 @@ pub fn general_rag(knowledge_bases: Vec<KnowledgeBase>, api_key: Option<&str>) -
     Ok(app.with_state(Arc::new(RagService { bases, key: api_key.map(ApiKey::new) })))
 }
 
-/// A request. Unknown keys are ignored, as services of this interface do.
+/// A request. Unknown keys are ignored, as other services with this API do.
 #[derive(Debug)]
 struct RagRequest {
     query: String,
@@ -170,13 +170,13 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorRes
     texts.into_iter().chain(others).try_for_each(|(name, text)| check_length(name, text))?;
     let retrieval_request =
         RetrievalRequest { original_query: &request.query, context: &context, rewritten_query: &rewritten_query };
-    // Addresses and paths are for the operator's log alone.
+    // Addresses and paths are written only to the operator's log.
     let late = || {
         tracing::warn!("tenant {}, {}: no answer within {:?}", request.tenant_id, request.kb_name, base.timeout);
         ErrorResponse::unavailable(format!("no response within {:?}; retry later", base.timeout))
     };
     let failed = |failure: CallFailure| {
-        // The back end has a time limit of its own, which may be the first to pass.
+        // The retrieval backend has a separate time limit, which may pass first.
         if failure.kind == FailureKind::Timeout {
             return late();
         }
@@ -197,7 +197,8 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorRes
     }))
 }
 
-/// The knowledge base of a request. One message for an unknown tenant and an unknown name: clients do not learn who else is served.
+/// The knowledge base of a request. The message is the same for an unknown tenant and an unknown name, so that clients do not learn which
+/// tenants are served.
 fn find<'a>(bases: &'a Bases, request: &RagRequest) -> Result<&'a KnowledgeBase, ErrorResponse> {
     bases.get(&(request.tenant_id.clone(), request.kb_name.clone())).ok_or_else(|| {
         let what = format!("tenant_id `{}` with kb_name `{}` is not served here", request.tenant_id, request.kb_name);

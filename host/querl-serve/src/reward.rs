@@ -64,7 +64,7 @@ pub fn reward_router(service: Arc<dyn RewardService>, options: RewardOptions) ->
         .route("/seed_session", post(seed_session))
         .route("/verify", post(verify))
         .route("/aggregate_metrics", post(aggregate_metrics))
-        // Where Gym records what a rollout calls, it puts the rollout's id into the path.
+        // If Gym records the calls of a rollout, it adds the rollout's id to the path.
         .route("/ng-rollout/{rollout}/seed_session", post(seed_session))
         .route("/ng-rollout/{rollout}/verify", post(verify))
         .layer(from_fn_with_state(server.clone(), check_key))
@@ -83,7 +83,7 @@ fn respond(result: Result<Value, ErrorResponse>) -> Response {
     json_response(result, ErrorForm::OpenAi)
 }
 
-/// Parses a body, scores what it asks, and answers. `parse` also returns what `answer` needs of the body.
+/// Parses a body, scores its requests, and formats the response. `parse` also returns the parts of the body that `answer` needs.
 async fn scored<T>(
     (server, connection): (&RewardServer, &ConnectionHandle),
     (request, expected): (Request, &str),
@@ -126,7 +126,7 @@ async fn slime_dict(
     scored((&server, &connection), (request, slime::EXPECTED), parse, answer).await
 }
 
-/// A session has no state: all that `/verify` needs is in its request.
+/// A session has no state, because `/verify` has all data in its request.
 async fn seed_session(State(server): State<Arc<RewardServer>>, request: Request) -> Response {
     respond(server.read(request, "the fields of a row").await.map(|_| json!({})))
 }
@@ -152,7 +152,7 @@ async fn ready(State(server): State<Arc<RewardServer>>, connection: ConnectionHa
         server.check_queue()?;
         Ok(connection.check_requests()?)
     };
-    // A request is answered with 429 where the queue is full; a probe with 503, as by the other services.
+    // With a full queue a request gets 429, and a probe 503, as in the other services.
     let not_ready = |error: ErrorResponse| ErrorResponse { status: StatusCode::SERVICE_UNAVAILABLE, ..error };
     respond(check().map(|()| json!({"status": "ready"})).map_err(not_ready))
 }
@@ -181,7 +181,7 @@ async fn check_key(State(server): State<Arc<RewardServer>>, request: Request, ne
     }
 }
 
-/// Counts each response and its time.
+/// Counts each response and its duration.
 async fn count(State(server): State<Arc<RewardServer>>, request: Request, next: Next) -> Response {
     let (route, started) = (metrics::route_of(request.uri().path()), Instant::now());
     let response = next.run(request).await;

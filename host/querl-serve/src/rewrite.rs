@@ -170,11 +170,11 @@ async fn wrong_method(method: Method, uri: Uri) -> Response {
     ErrorResponse::new(StatusCode::METHOD_NOT_ALLOWED, what).into_body(ErrorForm::OpenAi)
 }
 
-/// Counts and logs each request, also one whose client leaves before its response.
+/// Counts and logs each request, also if the client disconnects before the response.
 async fn record(State(service): State<Arc<RewriteService>>, mut request: Request, next: Next) -> Response {
     let record = Arc::new(RequestRecord::new(service, &request));
     request.extensions_mut().insert(record.clone());
-    // Lines of the log about this request have its id, which the access log has too.
+    // Log lines about this request have its id, as in the access log.
     let mut response = next.run(request).instrument(tracing::error_span!("request", id = %record.id())).await;
     record.note_status(response.status());
     if let Ok(id) = HeaderValue::from_str(record.id()) {

@@ -20,7 +20,7 @@ use tokio::net::TcpListener;
 
 /// Maximum size of the head of a request: the longest URI that the HTTP library reads, 64 KiB, and as much for headers.
 const MAX_HEAD_BYTES: usize = 128 << 10;
-/// How often connections are checked for clients that do not read their response.
+/// Interval of the checks for clients that do not read their response.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for half-sent requests to arrive when the server stops.
 const INCOMPLETE_GRACE: Duration = Duration::from_secs(1);
@@ -136,11 +136,11 @@ pub fn block_on(server: impl Future<Output = anyhow::Result<()>>) -> anyhow::Res
     served
 }
 
-/// Binds `addr`, calls `on_bound`, and serves `router` until `is_stopped`, while `work` runs on a thread of its own. The address is bound
-/// first: `work` may load a model while the router already answers.
+/// Binds `addr`, calls `on_bound`, and serves `router` until `is_stopped`, while `work` runs on a separate thread. The address is bound
+/// first, so that the router responds while `work` loads a model.
 ///
 /// # Errors
-/// The address cannot be bound, `on_bound` failed, or `work` ended: while requests may arrive it has no reason to.
+/// The address cannot be bound, `on_bound` failed, or `work` ended, which it must not do while requests may arrive.
 pub(crate) fn run_with_worker(
     addr: SocketAddr,
     router: Router,
@@ -157,17 +157,17 @@ pub(crate) fn run_with_worker(
         let thread = Arc::new(thread.context("no thread to load the model on")?);
         let worker = thread.clone();
         let stop = wait_until(move || is_stopped() || worker.is_finished());
-        // The worker ends with the last handle of the service, which is not why the server ends.
+        // The worker ends when the last handle of the service is dropped, which must not be reported as the reason.
         serve(listener, router.clone(), limits, stop).await;
         match Arc::into_inner(thread) {
             Some(thread) if thread.is_finished() => Err(error_of(name, thread)),
-            // A model that is still being loaded ends with the process.
+            // A model that is still loading is abandoned at the end of the process.
             _ => Ok(()),
         }
     })
 }
 
-/// Why a thread has ended.
+/// The error with which a thread ended.
 fn error_of(name: &str, thread: JoinHandle<anyhow::Result<()>>) -> anyhow::Error {
     match thread.join() {
         Ok(Err(error)) => error,
@@ -255,7 +255,7 @@ fn with_handle(
     })
 }
 
-/// `EMFILE` and `ENFILE`: another limit of open files than at the start, or that of the machine.
+/// True for `EMFILE` and `ENFILE`: the limit of open files of the process (changed since the start) or of the machine.
 fn is_out_of_files(error: &io::Error) -> bool {
     cfg!(unix) && matches!(error.raw_os_error(), Some(23 | 24))
 }
@@ -276,7 +276,7 @@ async fn drain(in_progress: GracefulShutdown, connections: &Connections, drain_t
 mod tests {
     use super::*;
 
-    /// Regression: the server reported for ever that its model was being loaded, after the loading thread had ended.
+    /// Regression: the server reported forever that its model was loading, after the loading thread had ended.
     #[test]
     fn a_panicked_thread_is_an_error_and_a_failed_one_reports_its_own() {
         let panicked = std::thread::spawn(|| -> anyhow::Result<()> { panic!("as a damaged file may cause") });

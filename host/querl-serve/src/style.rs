@@ -238,7 +238,7 @@ async fn check_key(State(service): State<Arc<StyleService>>, request: Request, n
     }
 }
 
-/// Counts each response and its time.
+/// Counts each response and its duration.
 async fn count(State(service): State<Arc<StyleService>>, request: Request, next: Next) -> Response {
     let (route, started) = (metrics::route_of(request.uri().path()), Instant::now());
     let response = next.run(request).await;

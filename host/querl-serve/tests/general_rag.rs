@@ -1,4 +1,4 @@
-//! The `general_rag` server over real sockets: the embedded retrieval behind it, the retriever of `kind = "http"` as its client.
+//! The `general_rag` server over real sockets, with the embedded index as backend and the retriever of `kind = "http"` as client.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -98,8 +98,7 @@ async fn hits_over_http_equal_those_of_the_back_end() {
     }
 }
 
-/// The worked example of the source plan: its rewrite says `服用方法` and `推荐用量`, the knowledge base `食用方法` and `用量`. Limits are the
-/// defaults of a request.
+/// The worked example: its rewrite has `服用方法` and `推荐用量`, the knowledge base `食用方法` and `用量`. Limits are the defaults of a request.
 #[tokio::test]
 async fn the_example_service_finds_the_passage_of_the_worked_example() {
     let folder = tempfile::tempdir().unwrap();
@@ -139,7 +138,7 @@ async fn tenants_and_knowledge_bases_are_separate_and_unknown_ones_rejected() {
         let hits = client(&url, kb_name, tenant).retrieve(request()).await.unwrap();
         assert_eq!(hits[0].id, expected, "{tenant} {kb_name}");
     }
-    // One message for both: clients do not learn who else is served.
+    // The same message for both, so that clients do not learn which tenants are served.
     for (tenant, kb_name) in [("thief", "default"), ("rival", "archive")] {
         let failure = client(&url, kb_name, tenant).retrieve(request()).await.unwrap_err();
         assert_eq!(failure.kind, FailureKind::Rejected);
@@ -276,7 +275,7 @@ async fn a_search_requires_the_key() {
     assert_eq!(http().get(format!("{url}/ready")).send().await.unwrap().status(), 200);
 }
 
-/// Fails, or takes a while.
+/// A retriever that fails or takes a while.
 struct Faulty(Result<Duration, (FailureKind, &'static str)>);
 
 #[async_trait::async_trait]
@@ -310,7 +309,7 @@ async fn internal_failures_are_hidden_and_timeouts_are_reported() {
     assert_eq!((status, &answer["msg"]), (500, &json!("the search failed; the server's log says why")));
     let (status, answer) = ask(faulty(Ok(TIMEOUT), Duration::from_millis(50))).await;
     assert_eq!((status, &answer["msg"]), (503, &json!("no response within 50ms; retry later")));
-    // The time limit of the back end may pass first.
+    // The backend's time limit may pass first.
     let late = "embedded index: no answer within 5 s";
     let (status, _) = ask(faulty(Err((FailureKind::Timeout, late)), TIMEOUT)).await;
     assert_eq!(status, 503);
@@ -342,12 +341,12 @@ async fn a_head_that_does_not_arrive_in_time_closes_the_connection() {
         }
     });
     let started = Instant::now();
-    // Closed by the server, or reset because of the bytes that it has not read.
+    // Closed by the server, or reset because of unread bytes.
     let _ = reader.read_to_end(&mut Vec::new()).await;
     assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
 }
 
-/// Half-sent requests that a test may open, next to as many connections of its server as given.
+/// Number of half-sent requests that a test may open in addition to `n_connections` connections of its server.
 fn n_half_sent(n_connections: u64) -> usize {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
     1100.min(limit.saturating_sub(n_connections + 128)) as usize
@@ -379,7 +378,7 @@ async fn half_sent_requests_do_not_delay_health() {
     assert!(tokio::time::timeout(Duration::from_millis(20), newest.read(&mut [0])).await.is_err());
 }
 
-/// Counts searches, which never end.
+/// A retriever that counts searches, which never end.
 #[derive(Default)]
 struct Endless(AtomicUsize);
 

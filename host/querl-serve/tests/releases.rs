@@ -1,4 +1,4 @@
-//! Candidates of the rewriting service over real sockets, in front of stand-ins for models and releases.
+//! Candidates of the rewriting service over real sockets, with stand-ins for models and releases.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -104,7 +104,7 @@ impl Server {
         panic!("one model has no users")
     }
 
-    /// Polls for two seconds.
+    /// Polls for at most two seconds.
     async fn becomes(&self, is_true: impl Fn(&Value) -> bool) -> Value {
         for _ in 0..200 {
             let shop = self.shop().await;
@@ -151,7 +151,7 @@ async fn a_user_has_one_version_on_every_route_and_no_rewrite_of_the_other() {
         (&trial["mode"], &trial["share"], &trial["current"]["version"], &trial["candidate"]["version"]),
         (&json!("canary"), &json!(0.5), &json!("v1"), &json!("v2"))
     );
-    // The queries a and b, then from the cache; chats are never cached.
+    // The queries a and b, then the same from the cache; chats are never cached.
     let candidate = &trial["candidate"];
     let n_requests = candidate["requests"].as_u64().unwrap() as usize;
     assert!(n_requests >= 5 * n_candidate && n_requests <= 5 * n_candidate + 2, "{candidate}");
@@ -180,7 +180,7 @@ async fn a_shadow_is_compared_and_never_returned_or_counted_as_a_response() {
     server.has_metric("querl_rewrite_version_fallbacks_total{role=\"candidate\",tenant=\"shop\"} 1").await;
     server.has_metric("querl_rewrite_shadow_rewrites_total{result=\"different\",tenant=\"shop\"} 2").await;
     server.has_metric("querl_rewrite_shadow_rewrites_total{result=\"failed\",tenant=\"shop\"} 1").await;
-    // Of the three responses to clients.
+    // The tokens of the three responses to clients.
     server.has_metric("querl_rewrite_generated_tokens_total{tenant=\"shop\"} 44").await;
     let messages = json!([{"role": "user", "content": "a"}]);
     server.ask("/v1/chat/completions", json!({"model": "shop", "messages": messages})).await;
@@ -195,7 +195,7 @@ async fn a_shadow_delays_no_client_and_gives_way_to_clients_that_wait() {
     assert!(started.elapsed() < Duration::from_millis(400), "{:?}", started.elapsed());
     server.becomes(|_| server.rewriter.held.lock().unwrap().len() == 1).await;
     assert_eq!(server.rewriter.n_held_open(), 1, "it does not give way to itself");
-    // Nor do others.
+    // Other requests get version 1, too.
     assert_eq!(server.rewrite("a", "").await["version"], "v1");
     server.becomes(|shop| shop["candidate"]["shadow"]["compared"] == 1).await;
     // The stand-in counts what clients have waited for as waiting: the shadow is cancelled, and no other starts.
@@ -214,7 +214,7 @@ async fn a_candidate_that_fails_is_ended_recorded_and_stays_ended() {
     for _ in 0..4 {
         assert_eq!(server.rewrite("delay 200", &current).await["version"], "v1");
     }
-    // Deadlines of clients: six below the current model's 95% quantile say nothing of the candidate, one above it does.
+    // Deadlines of clients: the six below the current model's 95% quantile are not counted against the candidate, the one above it is.
     for deadline_ms in [10, 10, 10, 10, 10, 10, 300] {
         let body = json!({"query": "candidate held", "user": candidate, "deadline_ms": deadline_ms});
         let body = server.ask("/v1/rewrite", body).await;
@@ -232,7 +232,7 @@ async fn a_candidate_that_fails_is_ended_recorded_and_stays_ended() {
     let fallbacks = &shop["automatic_return"]["comparison"]["candidate"]["fallbacks"];
     assert_eq!((&fallbacks["timeout"], fallbacks["no_rewrite"].as_u64().unwrap_or(0)), (&json!(1), n_unreadable));
     server.has_metric("querl_rewrite_automatic_returns_total{limit=\"fallbacks\",tenant=\"shop\"} 1").await;
-    // The history could not be written, and still names it.
+    // The history could not be written, and still contains the candidate.
     let (status, body) = server.admin(Method::POST, "/admin/releases").await;
     assert_eq!((status, &body["problems"]), (200, &json!(["releases: read-only file system"])));
     assert!(server.rewriter.models(Role::Candidate).is_empty(), "loaded for nothing");
@@ -241,7 +241,7 @@ async fn a_candidate_that_fails_is_ended_recorded_and_stays_ended() {
     assert_eq!(server.admin(Method::POST, "/admin/releases").await.1["problems"], json!([]));
     assert_eq!(*server.releases.candidate.lock().unwrap(), None, "recorded at last");
     assert_eq!(server.releases.reasons.lock().unwrap().len(), 3);
-    // The same model again, by another line of the history.
+    // The same model again, from another entry of the history.
     let mode = CandidateMode::Canary(0.5);
     *server.releases.candidate.lock().unwrap() = Some(Candidate { tenant: "shop".into(), id: 9, mode });
     server.admin(Method::POST, "/admin/releases").await;
@@ -252,7 +252,7 @@ async fn a_candidate_that_fails_is_ended_recorded_and_stays_ended() {
 async fn the_time_of_a_slow_rewrite_is_counted_where_its_client_leaves() {
     let server = Server::start(CandidateMode::Canary(0.5), 0).await;
     let [current, candidate] = server.users().await;
-    // So many that one slow rewrite is not above the limit.
+    // Enough requests that one slow rewrite does not exceed the limit.
     for user in [&current, &candidate] {
         for _ in 0..30 {
             server.rewrite("a", user).await;

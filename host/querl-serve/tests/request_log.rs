@@ -1,4 +1,4 @@
-//! The request log and feedback over real sockets, in front of a stand-in for the models.
+//! The request log and feedback over real sockets, with a stand-in for the models.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -17,7 +17,7 @@ use support::{StandInRewriter, answer, http, listen, options, serve_app, tenant}
 struct Server {
     url: String,
     client: Client,
-    /// Ends the server, so that another may use its log.
+    /// The server task; ending it releases its log.
     running: tokio::task::JoinHandle<()>,
 }
 
@@ -42,7 +42,7 @@ impl Server {
         Self::start(|options| options.request_log = Some(log(folder))).await
     }
 
-    /// Starts once another server does not use the log any more.
+    /// Starts a server once no other server uses the log.
     async fn logging_once_free(folder: &Path) -> Self {
         let opened = || {
             let mut options = options();
@@ -67,7 +67,7 @@ impl Server {
         text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
     }
 
-    /// Polls for two seconds.
+    /// Polls for at most two seconds.
     async fn has_metric(&self, name: &str, expected: u64) {
         for _ in 0..200 {
             if self.metric(name).await == Some(expected) {
@@ -166,7 +166,7 @@ async fn each_rewrite_of_each_protocol_is_logged_with_its_texts_and_without_keys
     }
 }
 
-/// Drops texts with a number, faults on others that say so, and waits while a test says so.
+/// A filter that drops texts with a number, faults on certain texts, and blocks on request of a test.
 struct StandInFilter(Arc<AtomicBool>);
 
 impl Filter for StandInFilter {
@@ -227,7 +227,7 @@ async fn a_log_that_cannot_keep_up_drops_lines_and_delays_no_request() {
     let server = Server::start(change).await;
     let query = "a".repeat(32_000);
     let started = Instant::now();
-    // Each takes 64 kB with its rewrite; the queue holds 32 MiB, and the thread has taken some already.
+    // Each takes 64 kB with its rewrite; the queue holds 32 MiB, and the writing thread has taken some lines already.
     for _ in 0..700 {
         assert_eq!(server.ask("/v1/rewrite", json!({"query": query})).await.1["fallback"], Value::Null);
     }

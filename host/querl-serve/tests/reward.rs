@@ -1,4 +1,4 @@
-//! The reward service over real sockets, in the forms of the clients of other engines, in front of an environment that scores by length.
+//! The reward service over real sockets, with the requests of other engines' clients and an environment that scores by length.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -15,7 +15,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 use support::{answer, http, serve_app};
 
-/// Scores a response with a hundredth of its characters; the response chooses what else happens. Requests are kept.
+/// An environment whose score is a hundredth of the response's number of characters; certain responses select other behaviour. Requests are
+/// recorded.
 #[derive(Default)]
 struct ByLength {
     requests: Mutex<Vec<RewardRequest>>,
@@ -116,19 +117,19 @@ fn with_rejected_reward() -> RewardOptions {
     RewardOptions { rejected_reward: Some(-1.0), ..RewardOptions::default() }
 }
 
-/// As `_fetch_rewards_via_http` of OpenRLHF 0.11 sends it.
+/// A request as sent by `_fetch_rewards_via_http` of OpenRLHF 0.11.
 fn openrlhf(responses: &[&str]) -> Value {
     let prompt = "<|im_start|>user\n胶原蛋白怎么吃<|im_end|>\n<|im_start|>assistant\n";
     let queries: Vec<String> = responses.iter().map(|response| format!("{prompt}{response}<|im_end|>")).collect();
     json!({"query": queries, "prompts": vec![prompt; responses.len()], "labels": vec!["q1"; responses.len()]})
 }
 
-/// As `remote_rm` of slime 0.3 sends it.
+/// A request as sent by `remote_rm` of slime 0.3.
 fn slime(response: &str) -> Value {
     json!({"prompt": "胶原蛋白怎么吃", "response": format!("{response}<|im_end|>"), "label": "q1"})
 }
 
-/// As the simple agent of NeMo Gym 0.5 posts it to `/verify`.
+/// A request as posted to `/verify` by the simple agent of NeMo Gym 0.5.
 fn nemo_gym(response: &str) -> Value {
     json!({
         "responses_create_params": {"input": [{"role": "user", "content": "胶原蛋白怎么吃"}], "tools": []},
@@ -221,7 +222,7 @@ async fn nemo_gym_gets_the_row_with_its_reward() {
     let (_, found) = server.ask("/ng-rollout/r-1/verify", &nemo_gym("reject")).await;
     assert_eq!((&found["reward"], &found["_ng_failure_class"]), (&json!(-1.0), &json!("rejected")));
     assert_eq!(found["rejected"]["code"], "policy_retrieval_failed");
-    // A response that has reasoning alone is scored as an empty text.
+    // A response with reasoning only is scored as an empty text.
     row["response"]["output"].as_array_mut().unwrap().pop();
     assert_eq!(server.ask("/verify", &row).await.1["reward"], 0.0);
 

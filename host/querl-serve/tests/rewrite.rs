@@ -1,4 +1,4 @@
-//! The rewriting service over real sockets, in front of a stand-in for its models.
+//! The rewriting service over real sockets, with a stand-in for its models.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -73,7 +73,7 @@ fn header<'a>(response: &'a Response, name: &str) -> Option<&'a str> {
     response.headers().get(name).map(|value| value.to_str().unwrap())
 }
 
-/// Polls for two seconds.
+/// Polls for at most two seconds.
 async fn becomes(is_true: impl Fn() -> bool) -> bool {
     for _ in 0..200 {
         if is_true() {
@@ -137,7 +137,7 @@ async fn a_batch_has_results_in_the_order_of_its_queries() {
 
 #[tokio::test]
 async fn a_query_is_returned_unchanged_and_marked_where_there_is_no_rewrite() {
-    // The backtrace of the panic takes its time on a busy machine.
+    // The backtrace of the panic takes a while on a busy machine.
     let server = Server::shop(|options| options.deadline = Duration::from_secs(2)).await;
     for (query, reason) in [
         ("held", "timeout"),
@@ -310,7 +310,7 @@ async fn a_tenant_with_a_key_is_served_and_named_to_its_clients_alone() {
     };
     assert_eq!(ask(json!("alpha"), Some("alpha-key")).await.0, 200);
     assert_eq!(ask(Value::Null, Some("beta-key")).await.0, 200, "the only one that the key permits");
-    // Served and unknown names are the same to a client without their key.
+    // A client without their key cannot distinguish served from unknown names.
     for name in ["alpha", "alpah", "gamma"] {
         assert_eq!(ask(json!(name), None).await.0, 401);
         assert_eq!(ask(json!(name), Some("wrong")).await.0, 401);
@@ -460,7 +460,7 @@ async fn the_rewrite_model_takes_the_last_message_as_the_query() {
     assert_eq!(body["choices"][0]["message"]["content"], "held");
 }
 
-/// The chunks of a stream, without what differs between requests.
+/// The chunks of a stream, without the fields that differ between requests.
 fn chunks(text: &str) -> Vec<Value> {
     let frames = text.split_terminator("\n\n").map(|frame| frame.strip_prefix("data: ").unwrap());
     let mut frames: Vec<&str> = frames.collect();
@@ -514,7 +514,7 @@ async fn a_stream_has_a_chunk_for_each_text_and_ends_with_done() {
     let fallback = request("shop/rewrite", "unreadable", false).send().await.unwrap();
     assert_eq!(header(&fallback, "x-querl-fallback"), Some("no_rewrite"));
     assert_eq!(chunks(&fallback.text().await.unwrap())[1]["choices"][0]["delta"]["content"], "unreadable");
-    // What fails before the first text has a status, what fails later an error among the chunks.
+    // A failure before the first text gives an HTTP status, a later one an error among the chunks.
     assert_eq!(request("shop", "busy", false).send().await.unwrap().status().as_u16(), 429);
     for (content, sentence) in [("broken", "the model failed"), ("held", "the response took too long")] {
         let text = request("shop", content, false).send().await.unwrap().text().await.unwrap();
@@ -600,7 +600,7 @@ async fn errors_of_chat_completions_have_openais_form() {
 /// What an upstream service received: path and query, headers, body.
 type Received = Arc<Mutex<Vec<(String, HeaderMap, String)>>>;
 
-/// Responds with one passage, or with 404 where the query is `missing`, slowly where it is `slow`.
+/// An upstream service that responds with one passage; with 404 to the query `missing`, slowly to `slow`.
 async fn upstream() -> (String, Received) {
     let received = Received::default();
     let respond = async |State(received): State<Received>, uri: Uri, headers: HeaderMap, body: Bytes| {
@@ -674,7 +674,7 @@ async fn a_retrieval_request_is_forwarded_with_its_rewrite() {
     assert_eq!(missing.status().as_u16(), 404);
     let expected = "{\"status\": 404, \"msg\": \"no such kb\"}";
     assert_eq!(missing.text().await.unwrap(), expected, "status and body are the upstream's");
-    // Retrieval works where rewriting does not.
+    // Retrieval works if rewriting fails.
     for (query, reason) in [("held", "timeout"), ("busy", "queue_full"), ("long", "input"), ("plugin", "plugin_fault")]
     {
         let response = rag(query).await;

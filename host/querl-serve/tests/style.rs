@@ -1,4 +1,4 @@
-//! The style service over real sockets, in front of a classifier that computes from text lengths.
+//! The style service over real sockets, with a classifier that computes from text lengths.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -207,7 +207,7 @@ async fn rejected_requests_get_a_message() {
         let message = answer["error"].as_str().unwrap();
         assert!(found.as_u16() == status && message.contains(sentence), "{body}: {found}, {answer}");
     }
-    // As text-embeddings-inference names them.
+    // Error types as in text-embeddings-inference.
     for (text, kind) in [("", "Validation"), ("busy", "Overloaded"), ("broken", "Backend"), ("slow", "Unhealthy")] {
         assert_eq!(server.asked("/predict", json!({"text": text})).await.1["error_type"], kind);
     }

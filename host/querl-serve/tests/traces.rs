@@ -1,4 +1,4 @@
-//! Traces of the rewriting service, sent to a stand-in for a collector that reads OTLP. One test, since the environment belongs to the process.
+//! Traces of the rewriting service, sent to a fake OTLP collector. A single test, because environment variables belong to the process.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -51,7 +51,7 @@ async fn started(change: impl FnOnce(&mut RewriteOptions)) -> (String, Arc<Rewri
     (serve_app(service.router(), limits).await, service)
 }
 
-/// The spans of all requests, once there are `n_spans`; and the name of their service.
+/// The spans of all requests, once there are `n_spans`, and the name of their service.
 async fn spans(received: &Received, n_spans: usize) -> (Vec<Span>, String) {
     for _ in 0..500 {
         let requests: Vec<_> = {
@@ -146,7 +146,7 @@ async fn spans_continue_the_trace_of_the_client_to_the_upstream_service_and_a_lo
         (&*expected, "vendor=7")
     );
 
-    // A batch has the spans of each of its queries; a fallback has none, and its reason.
+    // A batch has spans for each query; a fallback has none, but its reason.
     received.lock().unwrap().clear();
     let batch = json!({"queries": [{"query": "a"}, {"query": "unreadable"}, {"query": "b"}]});
     let (_, response) = answer(client.post(format!("{url}/v1/rewrite")).json(&batch)).await;
@@ -159,7 +159,7 @@ async fn spans_continue_the_trace_of_the_client_to_the_upstream_service_and_a_lo
     let ids: Vec<String> = ids.iter().map(|span| text(&span.attributes, "querl.request_id")).collect();
     assert_eq!(json!(ids), json!([response["results"][0]["id"], response["results"][2]["id"]]));
 
-    // A client that does not want a trace has none, and the upstream service is not asked for one.
+    // A client that disables tracing gets no trace, and the upstream service is not asked for one.
     received.lock().unwrap().clear();
     let rag =
         client.post(format!("{url}/api/chat/general_rag")).header("traceparent", format!("00-{TRACE}-{PARENT}-00"));
@@ -167,7 +167,7 @@ async fn spans_continue_the_trace_of_the_client_to_the_upstream_service_and_a_lo
     let (headers, _) = forwarded.lock().unwrap().pop().unwrap();
     assert!(headers["traceparent"].to_str().unwrap().ends_with("-00"), "{headers:?}");
 
-    // One collector that takes no connection, and one that never answers.
+    // A collector that accepts no connection, and one that never responds.
     let (listener, lost) = listen().await;
     drop(listener);
     let (stuck, _) = receiver("/v1/traces", Duration::from_secs(60)).await;

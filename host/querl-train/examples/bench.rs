@@ -30,16 +30,15 @@ use std::str::FromStr;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-// As in the program itself.
+// The same allocator as in querl.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> Result<()> {
-    // As the program does: candle's own pool of threads spins where our kernels' threads work.
-    // SAFETY: this is the program's first statement; there is no other thread that could read the environment meanwhile.
+    // As in querl: candle's own thread pool would spin on the cores that querl's kernels use. SAFETY: this is the program's first
+    // statement; there is no other thread that could read the environment meanwhile.
     unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
-    // `mi_option_purge_delay`: freed memory is kept, as in the program itself.
-    // SAFETY: it sets a number that the allocator reads; any number is allowed.
+    // `mi_option_purge_delay`: freed memory is kept, as in querl. SAFETY: it sets a number that the allocator reads; any number is allowed.
     unsafe { libmimalloc_sys::mi_option_set(15, -1) };
     let mut arguments = std::env::args().skip(1);
     let command = arguments.next().context("name one of sft, full, rollout, ppo, order")?;
@@ -104,7 +103,7 @@ fn prompts(options: &Options) -> Result<Vec<Vec<u32>>> {
     Ok(rows(options, "train")?.into_iter().map(|row| row.prompt).collect())
 }
 
-/// The base as `--dtype` says, and the adapter that both sides start from.
+/// The base model in the type `--dtype`, and the adapter that both training methods start from.
 fn load(options: &Options) -> Result<(Decoder, LoraAdapter)> {
     let directory = options.path("model")?;
     let decoder = Decoder::load_as(&directory, Weights::Frozen, options.dtype()?)?;
@@ -112,7 +111,7 @@ fn load(options: &Options) -> Result<(Decoder, LoraAdapter)> {
     Ok((decoder, adapter))
 }
 
-/// Fine-tuning: seconds of each epoch, or of all steps where `--max-steps` ends it earlier.
+/// Fine-tuning: seconds per epoch, or of all steps if `--max-steps` ends the training earlier.
 fn fine_tune(options: &Options, method: TuningMethod) -> Result<Value> {
     let directory = options.path("model")?;
     let (decoder, adapter) = match method {
@@ -163,7 +162,7 @@ fn order(options: &Options) -> Result<Value> {
     Ok(json!({ "order": querl_train::training_order(n_rows, seed, n_epochs) }))
 }
 
-/// Rollouts: `--n` samples for each prompt, `--repeats` times, each with another version of the policy, so that nothing is cached.
+/// Rollouts: `--n` samples per prompt, `--repeats` times. Each repetition has another version of the policy, so that nothing is cached.
 fn rollout(options: &Options) -> Result<Value> {
     let (decoder, adapter) = load(options)?;
     let (prompts, n) = (prompts(options)?, options.get("n", 4)?);
@@ -184,7 +183,7 @@ fn rollout(options: &Options) -> Result<Value> {
     Ok(json!({ "seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens }))
 }
 
-/// Whole iterations of PPO with a reward that costs nothing.
+/// Complete iterations of PPO with a reward that takes no time.
 fn ppo(options: &Options) -> Result<Value> {
     let directory = options.path("model")?;
     let (decoder, policy) = load(options)?;
@@ -253,7 +252,7 @@ impl Clock {
     }
 }
 
-/// CPU time of this process, in steps of 10 ms; 0 where it is not available.
+/// CPU time of this process, with a resolution of 10 ms; 0 if not available.
 fn cpu_seconds() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
     // The second field is the program's name in parentheses; user and system time are the 14th and 15th.
@@ -261,7 +260,7 @@ fn cpu_seconds() -> f64 {
     fields.skip(11).take(2).filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / 100.0
 }
 
-/// Metrics of each step, and when it ended.
+/// A metric sink that records the metrics of each step and its end time.
 struct StepTimes {
     clock: Clock,
     ends: Vec<Span>,
@@ -280,8 +279,8 @@ impl StepTimes {
         ends.windows(2).map(|pair| pair[1] - pair[0]).collect()
     }
 
-    /// CPU time of each iteration. Evaluations are recorded separately: the first precedes all iterations, another is part of the last
-    /// iteration's time.
+    /// CPU time per iteration. Evaluations are recorded separately: the first precedes all iterations, the others are included in the
+    /// iteration before.
     fn cpu_of_iterations(&self) -> Vec<f64> {
         let recorded = self.ends.iter().zip(&self.metrics).enumerate();
         let ends: Vec<f64> = recorded

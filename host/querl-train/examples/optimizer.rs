@@ -7,7 +7,7 @@ use querl_train::{AdamW, AdamWSettings, Gradients, TrainError};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// Shape of a variable, about that of a layer's largest matrix.
+/// Shape of a variable, similar to a layer's largest matrix.
 const ROWS: usize = 4864;
 const COLUMNS: usize = 896;
 

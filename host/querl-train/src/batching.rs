@@ -12,14 +12,14 @@ pub fn training_order(n_rows: usize, seed: u64, n_epochs: usize) -> Vec<usize> {
     DataOrder::new(n_rows, seed).take(n_rows * n_epochs)
 }
 
-/// The shuffled order of the rows. The order of an epoch depends only on the seed and the epoch number, so a checkpoint keeps only the
-/// position.
+/// The shuffled order of the rows. The order of an epoch is a function of seed and epoch number, so that a checkpoint needs to store only
+/// the position.
 #[derive(Debug, Clone)]
 pub(crate) struct DataOrder {
     n_rows: usize,
     seed: u64,
     position: u64,
-    /// The epoch whose order `rows` holds.
+    /// The epoch whose order is in `rows`.
     epoch: Option<u64>,
     rows: Vec<usize>,
 }
@@ -75,7 +75,7 @@ impl DataOrder {
 /// micro-batch of its own. Examples that share the longest prefixes are adjacent. Each index occurs once.
 pub fn micro_batches(examples: &[&Example], max_tokens: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..examples.len()).collect();
-    order.sort_by(|&a, &b| examples[a].computed().cmp(examples[b].computed())); // stable: equal ones stay in order
+    order.sort_by(|&a, &b| examples[a].computed().cmp(examples[b].computed())); // stable: equal examples stay in order
     let mut micro_batches: Vec<Vec<usize>> = Vec::new();
     let mut n_tokens = 0;
     for index in order {
@@ -94,8 +94,8 @@ pub fn micro_batches(examples: &[&Example], max_tokens: usize) -> Vec<Vec<usize>
     micro_batches
 }
 
-/// Cuts an optimizer step into at least `n` micro-batches (fewer where there are fewer examples) of at most `max_tokens` tokens:
-/// gradient accumulation. Examples that share a prefix stay together. Each index occurs once.
+/// Gradient accumulation: divides an optimizer step into at least `n` micro-batches (fewer where there are fewer examples) of at most
+/// `max_tokens` tokens. Examples that share a prefix stay together. Each index occurs once.
 pub(crate) fn accumulation_micro_batches(examples: &[&Example], n: usize, max_tokens: usize) -> Vec<Vec<usize>> {
     let order: Vec<usize> = micro_batches(examples, usize::MAX).concat();
     let size = order.len().div_ceil(n.max(1)).max(1);
@@ -161,9 +161,9 @@ mod tests {
         let examples = [
             example(&system, &[10, 11, 0]), // 4 + 2 rows
             example(&other, &[12, 0]),      // 3 + 1
-            example(&system, &[10, 13, 0]), // 1 more: it shares the first token of the answer too
+            example(&system, &[10, 13, 0]), // 1 more row: shares the first token of the answer, too
             example(&system, &[14, 0]),     // 1 more
-            example(&[5; 30], &[0]),        // above the limit by itself
+            example(&[5; 30], &[0]),        // exceeds the limit alone
         ];
         let examples: Vec<&Example> = examples.iter().collect();
         assert_eq!(micro_batches(&examples, 8), [vec![0, 2, 3], vec![4], vec![1]]);

@@ -158,7 +158,7 @@ impl ClassifyTask<'_> {
     }
 }
 
-/// Rows of similar length, as many as fit.
+/// Micro-batches of rows of similar length, each as large as `tokens_per_pass` permits.
 fn micro_batches<'a>(rows: &[&'a LabelledText], tokens_per_pass: usize) -> Vec<Vec<&'a LabelledText>> {
     let texts: Vec<&[u32]> = rows.iter().map(|row| row.tokens.as_slice()).collect();
     let cut = by_length(&texts, tokens_per_pass).into_iter();
@@ -254,9 +254,9 @@ struct Target<'a> {
     teacher: Option<&'a [f32]>,
 }
 
-/// Summed loss of logits `(N, classes)`: cross-entropy of the labels, whose quotient by [`Weighting::total`] is torch's mean; with a
-/// teacher plus the KL divergence of its distribution from the student's at the temperature, times the temperature squared, so that the
-/// size of its gradients does not depend on the temperature.
+/// Summed loss of logits `(N, classes)`: cross-entropy with the labels (divided by [`Weighting::total`] it equals torch's mean). With a
+/// teacher, plus the KL divergence of its distribution from the student's at the temperature, times the squared temperature, so that the
+/// size of the gradients does not depend on the temperature.
 fn summed_loss(
     logits: &Tensor,
     targets: &[Target<'_>],
@@ -333,7 +333,7 @@ mod tests {
         Classifier::fresh(&base(), labels, tuning, (DTYPE, 3)).unwrap()
     }
 
-    /// Texts of 2 to 7 tokens; the classes come in turn, the first twice as often.
+    /// Texts of 2 to 7 tokens. Classes alternate; the first is twice as frequent.
     fn texts(n: u32) -> Vec<LabelledText> {
         let tokens = |index: u32| (0..2 + index % 6).map(|at| 3 + (7 * index + 5 * at) % 60).collect();
         let text = |index| LabelledText {
@@ -415,7 +415,7 @@ mod tests {
         }
     }
 
-    /// A pass that is divided by its own weights, and not by the step's, gives another loss as soon as there are two passes.
+    /// If a pass were divided by its own total weight instead of the step's, two passes would give another loss than one.
     #[test]
     fn passes_of_a_step_make_the_same_gradient_as_one() {
         let mut setting = Setting::new(1, 1e-3);
@@ -434,7 +434,7 @@ mod tests {
             };
             assert_near(&values(&many), &values(&one), 1e-6);
         }
-        // Of the same logits, by hand: weighted and smoothed, divided by the weights of the labels.
+        // Expected loss from the same logits: weighted and smoothed, divided by the total weight of the labels.
         let rows: Vec<Vec<f64>> = logits(&classifier, &setting.train).chunks(3).map(<[f64]>::to_vec).collect();
         let (mut sum, mut total) = (0.0, 0.0);
         for (row, text) in rows.iter().zip(&setting.train) {
@@ -467,7 +467,8 @@ mod tests {
     fn training_stops_where_dev_gets_worse_and_the_best_checkpoint_is_the_one_before() {
         let mut setting = Setting::new(10, 1e-2);
         setting.config.early_stopping_patience = 2;
-        // What is learned is wrong for dev: the better the one, the worse the other.
+        // The labels of the validation split contradict those of the training split: the better the training loss, the worse the validation
+        // loss.
         setting.val = setting
             .train
             .iter()
@@ -492,14 +493,14 @@ mod tests {
         assert_eq!(patient.through(&fresh(&Tuning::Full)).0.n_steps, 30);
     }
 
-    /// Symptom: a stop waited for the rest of the step, or of the evaluation.
+    /// Symptom: a stop waited for the end of the step or of the evaluation.
     #[test]
     fn a_stop_between_passes_resumes_to_the_result_of_an_uninterrupted_training() {
         let [complete, stopped] = [(), ()].map(|()| Setting { val: texts(12), ..Setting::new(1, 1e-2) });
         let learned = fresh(&Tuning::Full);
         let (expected, metrics) = complete.through(&learned);
         let mut sink = Recorder::default();
-        // The second of three steps of one pass each; then, after two, the second pass of the evaluation.
+        // Stops in the second of three steps of one pass each; then, after two steps, in the second pass of the evaluation.
         for (call, step) in [(2, 1), (4, 3)] {
             stop_at_call(call);
             let error = train(&stopped.task(&fresh(&Tuning::Full), &base()), &mut sink).unwrap_err();
@@ -512,7 +513,7 @@ mod tests {
         assert_eq!(logits(&resumed, &stopped.train), logits(&learned, &complete.train));
     }
 
-    /// Regression: an adapter was loaded with the initial head.
+    /// Regression: a trained adapter was loaded with the initial head.
     #[test]
     fn a_trained_adapter_and_its_head_are_read_as_they_were_trained() {
         let mut setting = Setting::new(1, 1e-2);
@@ -538,7 +539,7 @@ mod tests {
         serde_json::from_value(value.clone()).unwrap()
     }
 
-    /// Compares loss, divided by `total`, and gradient with a golden case.
+    /// Compares the loss, divided by `total`, and its gradient with a golden case.
     fn assert_case(
         case: &Value,
         logits: &[Vec<f32>],

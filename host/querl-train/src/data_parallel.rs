@@ -25,10 +25,10 @@ pub(crate) fn newest_checkpoint(
     Ok(ranks.broadcast(0, mine)?)
 }
 
-/// Checks the stop flag before a pass at a point where the results of all passes since `step` can be discarded.
+/// Checks the stop flag before a pass, if the results of all passes since `step` can be discarded.
 ///
 /// # Errors
-/// The stop flag is set, and this rank is the only one: several ranks agree to stop after a step.
+/// The stop flag is set and there is only one rank. Several ranks agree on a stop after a step instead.
 pub(crate) fn check_stop(ranks: &Ranks, stop: &AtomicBool, stage: &'static str, step: u64) -> Result<(), TrainError> {
     #[cfg(test)]
     crate::testing::stop_if_due(stop);
@@ -38,8 +38,8 @@ pub(crate) fn check_stop(ranks: &Ranks, stop: &AtomicBool, stage: &'static str, 
     }
 }
 
-/// Checks that all ranks have bit-identical weights. The ranks start with equal weights and take the same steps; if one rank summed other
-/// bits, a checkpoint of the first rank would not continue the same training. Tensor-parallel ranks compare the variables that are not
+/// Checks that all ranks have bit-identical weights. The ranks start with equal weights and take the same steps; if the sums of one rank
+/// differed, a checkpoint of the first rank would not resume the same training. Tensor-parallel ranks compare the variables that are not
 /// sharded.
 pub(crate) fn check_equal_weights(
     mesh: &Mesh,
@@ -100,8 +100,8 @@ pub(crate) fn all_reduce_metrics(ranks: &Ranks, mine: Metrics) -> Result<Metrics
     Ok(sums)
 }
 
-/// Indices of the examples of a batch that this rank computes, ascending: about equally many tokens per rank, with examples that share a
-/// prefix on the same rank. Each index belongs to one rank; with few examples a rank may have none.
+/// Indices of the examples of a batch that this rank computes, ascending. Ranks get about equally many tokens, and examples that share a
+/// prefix are on the same rank. Each index belongs to one rank; with few examples a rank may have none.
 pub(crate) fn rank_share(examples: &[&Example], ranks: &Ranks) -> Vec<usize> {
     let (rank, world_size) = (ranks.rank(), ranks.world_size());
     if world_size == 1 {
@@ -110,13 +110,13 @@ pub(crate) fn rank_share(examples: &[&Example], ranks: &Ranks) -> Vec<usize> {
     let order = micro_batches(examples, usize::MAX).concat();
     let n_shared =
         |i: usize| i.checked_sub(1).map_or(0, |last| n_common_tokens(examples[order[last]], examples[order[i]]));
-    // An example costs at least 1, so that equal ones are spread as well.
+    // An example costs at least 1, so that equal examples are distributed, too.
     let costs: Vec<usize> = (0..order.len()).map(|i| (examples[order[i]].n_computed() - n_shared(i)).max(1)).collect();
     let total: usize = costs.iter().sum();
     let mut before = 0;
     let mut mine = Vec::new();
     for (index, cost) in order.into_iter().zip(costs) {
-        // The rank whose interval of the total cost contains the middle of this example.
+        // Assigned to the rank whose interval of the total cost contains the middle of this example.
         if (2 * before + cost) * world_size / (2 * total) == rank {
             mine.push(index);
         }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 /// Why a training stopped. `stage` is `sft`, `rl` or `rm`.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // the messages describe variants and fields
+#[allow(missing_docs)]
 pub enum TrainError {
     #[error(transparent)]
     Model(#[from] ModelError),
@@ -80,7 +80,7 @@ impl TrainError {
         match self {
             Self::OutOfMemory { .. } => true,
             Self::Tensor(error) | Self::Model(ModelError::Tensor(error)) => is_out_of_memory(error),
-            // Of another rank, as text.
+            // Errors of other ranks arrive as text.
             Self::Ranks(error) | Self::Model(ModelError::Ranks(error)) => is_out_of_memory(error),
             _ => false,
         }

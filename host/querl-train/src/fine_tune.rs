@@ -79,12 +79,12 @@ pub(crate) fn run(task: &FineTuneTask<'_>, sink: &mut dyn MetricSink) -> Result<
         "{} rows, {n_steps} steps of {rows_per_step} rows, {n_trainable} trainable parameters{of_rank}",
         task.objective.n_rows()
     ));
-    // The run may have ended after the last checkpoint and before `last` was written.
+    // The process may have been killed after the last checkpoint and before `last` was written.
     if trainer.state.step > 0 && trainer.state.unrecorded.is_none() && trainer.is_done() {
         task.objective.save(&task.output_dir.join(LAST))?;
     }
     while trainer.state.unrecorded.is_some() || !trainer.is_done() {
-        // After a stop or out-of-memory in the evaluation of a step, that step is taken already.
+        // After a stop or out-of-memory error in the evaluation of a step, the step itself is complete.
         if trainer.state.unrecorded.is_none() {
             trainer.take_step(sink)?;
         }
@@ -101,7 +101,7 @@ pub(crate) fn run(task: &FineTuneTask<'_>, sink: &mut dyn MetricSink) -> Result<
 
 /// Dropout with a mask that depends only on seed, step and rank, so that a resumed run needs no random state. `None` for `p` = 0.
 pub(crate) fn dropout(p: f64, seed: u64, step: u64, ranks: &Ranks) -> Option<Dropout> {
-    let of_step = step.wrapping_mul(0x9e37_79b9_7f4a_7c15); // spreads the step over all bits
+    let of_step = step.wrapping_mul(0x9e37_79b9_7f4a_7c15); // distributes the step over all bits
     let of_rank = (ranks.rank() as u64).wrapping_mul(0xd1b5_4a32_d192_ed03);
     (p > 0.0).then_some(Dropout { p, seed: seed ^ of_step ^ of_rank })
 }
@@ -143,7 +143,7 @@ impl<'a> Trainer<'a> {
             mark = state.get("metrics")?;
             task.progress.line(&format!("resuming from step {step}"));
         }
-        // Metrics of steps that are taken again are recorded again.
+        // Metrics of repeated steps are recorded again.
         sink.rewind(mark).map_err(|source| trainer.io(source))?;
         Ok(trainer)
     }
@@ -152,7 +152,7 @@ impl<'a> Trainer<'a> {
         let (task, schedule, started) = (self.task, self.schedule, Instant::now());
         let step = self.state.step + 1;
         let position = self.order.position();
-        // 1. The next rows, shuffled by epoch; the last step of an epoch takes what is left.
+        // 1. The next rows, shuffled by epoch; the last step of an epoch has the remaining rows.
         let rows = self.order.take_within_epoch(schedule.rows_per_step);
         // 2. Loss and gradients, clipped by their global norm, and one optimizer step at the scheduled rate.
         let learning_rate = schedule.learning_rate(task.config, step);
@@ -173,8 +173,8 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Loss, gradient norm and tokens of a step. After a stop or out-of-memory nothing has changed: the optimizer allocates all of its
-    /// memory before it modifies a weight.
+    /// Runs an optimizer step; returns loss, gradient norm and number of tokens. If it is stopped or runs out of memory, no weight has
+    /// changed: the optimizer allocates all of its memory first.
     fn update(&mut self, rows: &[usize], step: u64, learning_rate: f64) -> Result<(f64, f64, usize), TrainError> {
         let task = self.task;
         let StepLoss { loss, n_tokens, mut gradients } = task.objective.loss_and_gradients(rows, step)?;
@@ -189,7 +189,7 @@ impl<'a> Trainer<'a> {
 
     fn finish_step(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
         let (task, schedule, step) = (self.task, self.schedule, self.state.step);
-        // 3. Evaluation; the best checkpoint goes to `best`.
+        // 3. Evaluation; the best checkpoint is written to `best`.
         let val_loss = match schedule.evaluates(step) && task.objective.has_val() {
             true => {
                 let position = self.order.position();
@@ -201,7 +201,7 @@ impl<'a> Trainer<'a> {
         val_loss.map_or(Ok(()), |loss| self.check_finite(step, "the validation loss", loss))?;
         let mut metrics = self.state.unrecorded.take().unwrap_or_default();
         metrics.extend(val_loss.map(|loss| ("eval_loss".to_owned(), loss)));
-        // Without a validation split every evaluation is the best so far; only the last is written.
+        // Without a validation split every evaluation counts as the best; only the last one is written.
         if schedule.evaluates(step)
             && self.state.add_evaluation(val_loss)
             && (val_loss.is_some() || schedule.is_last(step))
@@ -244,8 +244,8 @@ impl<'a> Trainer<'a> {
         self.schedule.is_last(self.state.step) || self.state.is_exhausted(self.task.config.early_stopping_patience)
     }
 
-    /// Saves the state if `error` is a stop or out-of-memory within a step or its evaluation; `position` is that of the data order before
-    /// it. Out-of-memory of another rank reaches the first rank, which saves.
+    /// Saves the state if `error` is a stop or out-of-memory error within a step or its evaluation. `position`: position of the data order
+    /// before the step. An out-of-memory error of another rank reaches the first rank, which saves.
     fn save_unfinished(
         &mut self,
         sink: &mut dyn MetricSink,
@@ -263,8 +263,8 @@ impl<'a> Trainer<'a> {
         }
         self.order.seek(position);
         let taken = self.state.step;
-        // Before the first step there is nothing to save. Shards of a tensor-parallel model cannot be gathered after a failure:
-        // the checkpoint before remains. A second error, of saving, is not reported.
+        // Before the first step there is nothing to save. Shards of a tensor-parallel model cannot be gathered after a failure: the
+        // previous checkpoint remains. An error in saving is not reported, because `error` is the cause.
         let can_save = taken > 0 && self.store.is_some() && !task.mesh.is_split();
         let is_saved = can_save && self.save(sink).is_ok();
         let (saved, message) = (is_saved.then_some(taken), error.to_string());
@@ -297,14 +297,14 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// What a checkpoint holds in addition to tensors, the data position and the length of the metrics log.
+/// Content of a checkpoint in addition to tensors, the data position and the length of the metrics log.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct TrainerState {
     step: u64,
     n_tokens: u64,
     best: BestEvaluation,
     interval: LossInterval,
-    /// Metrics of the newest step until its evaluation succeeds; saved where that was stopped or ran out of memory.
+    /// Metrics of the newest step until its evaluation succeeds. Saved if the evaluation was stopped or ran out of memory.
     #[serde(default, rename = "unfinished")]
     unrecorded: Option<Metrics>,
 }
@@ -322,7 +322,7 @@ struct BestEvaluation {
 struct LossInterval {
     sum: f64,
     n: usize,
-    /// Mean of the interval before.
+    /// Mean of the previous interval.
     #[serde(rename = "closed_mean")]
     last_mean: f64,
 }
@@ -335,7 +335,7 @@ impl TrainerState {
         self.interval.n += 1;
     }
 
-    /// Returns whether this evaluation is the best so far; without a validation split the newest is.
+    /// Returns true for the best evaluation so far; without a validation split, for every evaluation.
     fn add_evaluation(&mut self, val_loss: Option<f64>) -> bool {
         let last_mean = self.interval.sum / self.interval.n.max(1) as f64;
         self.interval = LossInterval { last_mean, ..Default::default() };
@@ -373,7 +373,7 @@ impl TrainerState {
 /// Number of steps, learning rates, and the steps that evaluate and save. Steps count from 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Schedule {
-    /// Rows of one optimizer step; the last step of an epoch takes what is left.
+    /// Rows per optimizer step; the last step of an epoch has the remaining rows.
     rows_per_step: usize,
     steps_per_epoch: u64,
     n_steps: u64,
@@ -433,7 +433,7 @@ mod tests {
     #[test]
     fn zero_means_once_an_epoch_and_the_last_step_evaluates() {
         let config = SftConfig { epochs: 2, eval_steps: 0, save_steps: 0, max_steps: 5, ..SftConfig::default() };
-        let schedule = Schedule::new(&config, 40); // 16 rows a step: 3 steps an epoch
+        let schedule = Schedule::new(&config, 40); // 16 rows per step: 3 steps per epoch
         assert_eq!((schedule.steps_per_epoch, schedule.n_steps), (3, 5));
         let at = |is: fn(&Schedule, u64) -> bool| (1..=5).filter(|step| is(&schedule, *step)).collect::<Vec<_>>();
         assert_eq!((at(Schedule::evaluates), at(Schedule::saves)), (vec![3, 5], vec![3]));

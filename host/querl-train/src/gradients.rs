@@ -58,7 +58,7 @@ impl Sum {
 /// base model. torch's `DistributedDataParallel` has buckets of 25 MiB.
 pub const BUCKET: usize = 8 << 20;
 
-/// Variables in order, as many per bucket as fit.
+/// Divides the variables, in order, into buckets of limited size.
 fn buckets<'a>(vars: impl Iterator<Item = (&'a String, &'a Var)>) -> Vec<Vec<(&'a String, &'a Var)>> {
     let (mut buckets, mut n_values) = (Vec::<Vec<_>>::new(), 0);
     for (name, var) in vars {
@@ -74,8 +74,8 @@ fn buckets<'a>(vars: impl Iterator<Item = (&'a String, &'a Var)>) -> Vec<Vec<(&'
     buckets
 }
 
-/// Number of values in a chunk, the unit of work of a thread. Sums are formed per chunk and then in chunk order, so that they do not depend
-/// on the number of threads.
+/// Number of values per chunk, the unit of work of a thread. Sums are computed per chunk and then in the order of chunks, so that they do
+/// not depend on the number of threads.
 pub(crate) const CHUNK: usize = 1 << 15;
 
 impl Default for Gradients {
@@ -126,7 +126,7 @@ impl Gradients {
         buckets(found).into_iter().try_for_each(|bucket| self.sum_bucket(ranks, &bucket))
     }
 
-    /// All-reduces the gradients of some variables as one tensor: many small ones would each wait for the slowest rank.
+    /// All-reduces the gradients of some variables as one tensor, because each all-reduce waits for the slowest rank.
     fn sum_bucket(&mut self, ranks: &Ranks, bucket: &[(&String, &Var)]) -> Result<(), TrainError> {
         let flat = |(name, var): &(&String, &Var)| match self.sums.get(*name) {
             Some(sum) => sum.tensor().flatten_all(),
@@ -138,7 +138,7 @@ impl Gradients {
         let mut start = 0;
         for (name, var) in bucket {
             let part = sum.narrow(0, start, var.elem_count())?.reshape(var.shape())?;
-            // A view would keep the bucket alive, and GPU operations would copy it at each use.
+            // A view would keep the bucket's memory, and GPU operations would copy it at each use.
             let part = if part.device().is_cpu() { part } else { part.force_contiguous()? };
             self.sums.insert((*name).clone(), Sum::Borrowed(part));
             start += var.elem_count();
@@ -153,7 +153,7 @@ impl Gradients {
     pub fn norm(&self) -> Result<f64, TrainError> {
         let mut sum = self.squares(|_| true)?;
         if self.tensor.world_size() > 1 {
-            // Unsharded variables count once.
+            // Unsharded variables are counted once.
             let parts = self.tensor.all_gather(self.squares(is_sharded)?)?;
             sum = self.squares(|name| !is_sharded(name))? + parts.iter().map(|part| **part).sum::<f64>();
         }
@@ -234,7 +234,7 @@ fn squared_norm(values: &[f32]) -> f64 {
     values.par_chunks(CHUNK).map(of_chunk).collect::<Vec<f64>>().iter().sum()
 }
 
-/// Global norm and scale of clipping; waits for the device. `None` where the gradients are on the CPU.
+/// Global norm and scale of clipping; waits for the device. `None` if the gradients are on the CPU.
 fn gradient_norm<'a>(
     gradients: impl Iterator<Item = &'a Tensor>,
     scale: f32,
@@ -248,7 +248,7 @@ fn gradient_norm<'a>(
     Ok(norm?)
 }
 
-/// The same with values that the host has computed.
+/// The same for values that were computed on the CPU.
 fn known_norm<'a>(
     mut gradients: impl Iterator<Item = &'a Tensor>,
     norm: f64,
@@ -258,7 +258,7 @@ fn known_norm<'a>(
     Ok(accelerator_of(first)?.map(|device| device.known_norm(norm as f32, scale)).transpose()?)
 }
 
-/// Independent sums, for vector instructions.
+/// Number of independent sums, for vector instructions.
 const LANES: usize = 8;
 
 #[cfg(test)]
@@ -289,7 +289,7 @@ mod tests {
         );
         let sums = run_ranks(3, |ranks| {
             let mut gradients = Gradients::default();
-            // Every rank has a gradient of `a`, the last alone of `b`, none of `c`.
+            // Every rank has a gradient of `a`, only the last rank of `b`, and no rank of `c`.
             let names: &[&str] = if ranks.rank() == 2 { &["a", "b"] } else { &["a"] };
             for name in names {
                 let loss = (vars[*name].as_tensor() * (ranks.rank() + 1) as f64).unwrap().sum_all().unwrap();

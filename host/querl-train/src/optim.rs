@@ -40,11 +40,12 @@ pub struct AdamW {
     settings: AdamWSettings,
     n_steps: i32,
     moments: BTreeMap<String, Moments>,
-    /// Moments of variables on an accelerator.
+    /// AdamW moments of variables on an accelerator.
     device_moments: DeviceMoments,
 }
 
-/// Shared with a checkpoint while that is written; copied only if a step follows before then.
+/// AdamW moments of a variable on the CPU. Shared with a checkpoint while it is written, and copied only if a step changes them in the
+/// meantime.
 #[derive(Debug, Clone)]
 struct Moments {
     dims: Vec<usize>,
@@ -79,7 +80,7 @@ impl AdamW {
         if vars.values().any(|var| !var.device().is_cpu()) {
             let rules = [false, true].map(|decays| self.rule(learning_rate, 1.0, decays).on_device());
             let taken = self.device_moments.step(vars, gradients, rules);
-            // Out of memory: nothing was launched, no step was taken.
+            // After an out-of-memory error no kernel was launched: the step was not taken.
             return taken.inspect_err(|_| self.n_steps -= 1);
         }
         for (name, var) in vars {
@@ -184,7 +185,7 @@ impl Rule {
         (keep, AdamWStep { step_size, correction, beta1, beta2, eps })
     }
 
-    /// One pass over all data: a step is bound by memory bandwidth.
+    /// One pass over all values, because the optimizer step is limited by memory bandwidth.
     fn apply(self, values: &mut [f32], gradient: &[f32], first: &mut [f32], second: &mut [f32]) {
         let moments = first.par_chunks_mut(CHUNK).zip(second.par_chunks_mut(CHUNK));
         let chunks = values.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK)).zip(moments);
@@ -207,7 +208,7 @@ impl Rule {
 struct DeviceMoments(BTreeMap<String, [Tensor; 2]>);
 
 impl DeviceMoments {
-    /// Saves them in the form of the CPU's: a run may continue on another device.
+    /// Saves the moments in the CPU's format, so that a run can be resumed on another device.
     fn save(&self, prefix: &str, state: &mut State) {
         for (index, moment) in ["first", "second"].into_iter().enumerate() {
             let tensors = self.0.iter().map(|(name, moments)| (name.clone(), moments[index].clone())).collect();

@@ -47,9 +47,9 @@ pub struct Policy<'a> {
 
 /// Output of a forward pass for the response tokens of a batch, N in all.
 pub(crate) struct ResponseLogprobs {
-    /// Hidden state that each response token was predicted from: `(N, H)`.
+    /// Hidden state from which each response token was predicted: `(N, H)`.
     pub(crate) hidden: Tensor,
-    /// Log-probability of each response token, and entropy of the distribution it comes from: `(N, 2)`.
+    /// Log-probability of each response token, and entropy of its predicted distribution: `(N, 2)`.
     pub(crate) logprobs: Tensor,
 }
 
@@ -80,7 +80,7 @@ impl Policy<'_> {
         Ok(ResponseLogprobs { hidden, logprobs })
     }
 
-    /// Hidden state that each response token of the batch is predicted from: `(N, H)` for N response tokens in all.
+    /// Hidden states from which the response tokens of the batch are predicted: `(N, H)` for N response tokens in total.
     pub(crate) fn response_hidden(
         &self,
         examples: &[&Example],
@@ -103,7 +103,7 @@ impl Policy<'_> {
 pub(crate) struct TrainingPass<'a> {
     /// Dropout on the inputs of the adapted linear layers.
     pub(crate) dropout: Option<Dropout>,
-    /// Gradient checkpointing: which activations layers save, and where the backward pass puts gradients.
+    /// Gradient checkpointing: which activations layers save, and where the backward pass collects gradients.
     pub(crate) recompute: Option<&'a Recompute>,
 }
 

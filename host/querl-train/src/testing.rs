@@ -30,7 +30,7 @@ impl Recorder {
         self.0.iter().find_map(|(at, metrics)| (*at == step).then(|| metrics.get(name).copied())?).unwrap()
     }
 
-    /// One metric of each step that has it.
+    /// The values of one metric, of all steps that have it.
     pub(crate) fn column(&self, name: &str) -> Vec<f64> {
         self.0.iter().filter_map(|(_, metrics)| metrics.get(name).copied()).collect()
     }
@@ -76,7 +76,7 @@ thread_local! {
     static OUT_OF_MEMORY: Cell<Option<(u64, &'static str)>> = const { Cell::new(None) };
 }
 
-/// Lets the next call of [`out_of_memory_at`] on this thread with this step and phase fail with CUDA's out-of-memory error.
+/// Makes the next call of [`out_of_memory_at`] on this thread with this step and phase fail with CUDA's out-of-memory error.
 pub(crate) fn inject_out_of_memory(step: u64, phase: &'static str) {
     OUT_OF_MEMORY.set(Some((step, phase)));
 }

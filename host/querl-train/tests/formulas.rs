@@ -1,4 +1,4 @@
-//! The formulas of policy optimisation against verl 0.9.1; expected values from `tests/reference/ppo.py`, which runs
+//! Compares the formulas of policy optimisation with verl 0.9.1; expected values from `tests/reference/ppo.py`, which runs
 //!
 //! ```python
 //! core_algos.compute_gae_advantage_return(rewards, values, response_mask, gamma, lam)
@@ -14,7 +14,7 @@
 //! rollout_corr_helper.compute_rollout_correction_weights(log_ratio, response_mask, "token" | "sequence", threshold)
 //! ```
 //!
-//! and against TRL 0.11.4 (PPO) and 0.24.0 (GRPO); expected values from `tests/reference/trl_golden.py`, which runs
+//! and with TRL 0.11.4 (PPO) and 0.24.0 (GRPO); expected values from `tests/reference/trl_golden.py`, which runs
 //!
 //! ```python
 //! PPOTrainer.compute_rewards(scores, logprobs, ref_logprobs, masks)
@@ -25,7 +25,7 @@
 //! AdaptiveKLController.update(current, n_steps)
 //! ```
 //!
-//! Log-probabilities, optimizer and schedule: against verl, torch and transformers.
+//! Log-probabilities, optimizer and schedule are compared with verl, torch and transformers.
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Device, Tensor, Var};
@@ -77,7 +77,7 @@ fn close(found: f32, expected: f32) -> bool {
     (found - expected).abs() <= TOLERANCE * expected.abs().max(1.0)
 }
 
-/// References leave whatever was computed at masked positions; querl puts 0 there.
+/// The references leave arbitrary values at masked positions; querl has 0 there.
 fn assert_rows(what: &str, found: &Rows, expected: &Rows, mask: &[Vec<bool>]) {
     for (b, mask) in mask.iter().enumerate() {
         for (t, keep) in mask.iter().enumerate() {
@@ -323,7 +323,7 @@ fn token_rewards_and_the_adaptive_coefficient_are_verls() {
     let (logprobs, reference) = (rows(&inputs["log_prob"]), rows(&inputs["ref_log_prob"]));
     let case = &inputs["rewards"];
     let scores: Vec<f32> = rows(&case["token_level_scores"]).iter().map(|row| row.iter().sum()).collect();
-    // verl's rows are padded; here a row ends with its response, where verl puts the score.
+    // verl's rows are padded; here a row ends with its response, at whose last token verl puts the score.
     let placed = rows(&case["token_level_scores"]);
     let lengths: Vec<usize> = placed.iter().map(|row| row.iter().rposition(|x| *x != 0.0).unwrap() + 1).collect();
     let cut = |rows: &Rows| -> Rows { rows.iter().zip(&lengths).map(|(row, n)| row[..*n].to_vec()).collect() };
@@ -335,7 +335,7 @@ fn token_rewards_and_the_adaptive_coefficient_are_verls() {
     assert_adaptive(&inputs["adaptive"], ["target_kl", "current_kl"]);
 }
 
-/// An adaptive KL coefficient after each KL; `names`: of the target and the KLs.
+/// Compares the adaptive KL coefficient after each KL. `names`: keys of the target and of the KLs.
 fn assert_adaptive(case: &Value, names: [&str; 2]) {
     let [target, current] = names.map(|name| &case[name]);
     let horizon = case["horizon"].as_u64().unwrap() as usize;
@@ -425,7 +425,8 @@ fn running_moments_and_the_adaptive_coefficient_are_trls() {
     assert_adaptive(&golden("trl.json", "adaptive_kl"), ["target", "current"]);
 }
 
-/// Hidden states that are the logits, under a head that is the identity: at any temperature, once they are scaled by it.
+/// The head is the identity, so that hidden states are logits; multiplied by the temperature, they give the same distribution at any
+/// temperature.
 #[test]
 fn entropy_and_logprobs_and_their_gradients_are_verls() {
     let case = golden("ppo.json", "entropy");
@@ -455,7 +456,7 @@ fn entropy_and_logprobs_and_their_gradients_are_verls() {
     }
 }
 
-/// Carries given gradients into [`Gradients`] through a loss that has them.
+/// Creates [`Gradients`] with given values, by a loss with these gradients.
 fn gradients_of(vars: &BTreeMap<String, Var>, gradients: &[(&str, Vec<f32>)]) -> Gradients {
     let mut sum = Gradients::default();
     for (name, gradient) in gradients {

@@ -1,4 +1,4 @@
-//! The memory plan compared with the peak allocation of a fine-tuning on the CPU.
+//! The memory plan compared with the peak memory of a fine-tuning on the CPU.
 #![allow(clippy::unwrap_used)]
 
 use querl_core::config::{ModelConfig, SftConfig};
@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Counts allocated bytes, now and at the peak.
+/// An allocator that counts the current and the peak number of allocated bytes.
 struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
@@ -97,7 +97,7 @@ fn peak_and_plan(folder: &Path, shapes: &DecoderConfig, gradient_checkpointing: 
     ((PEAK.load(Ordering::Relaxed) - before) as f64, plan)
 }
 
-/// The bounds allow for buffers and threads of the CPU kernels, but not for a part that is missing or counted twice.
+/// The bounds include buffers and threads of the CPU kernels, but would detect a part that is missing or counted twice.
 #[test]
 fn a_plan_is_near_what_a_fine_tuning_allocates() {
     let folder = tempfile::tempdir().unwrap();

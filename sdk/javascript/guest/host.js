@@ -1,5 +1,5 @@
-// Settings, log and host functions of the host, and the contract's form of rejections and scores. Runs in components only; `querl plugin
-// build` makes the module that uses it: the bindings `querl:plugin/...` exist in a component alone.
+// Connects settings, log and host functions of the SDK to the host, and converts rejections and scores to the contract's types. Runs in
+// components only, imported by a module that `querl plugin build` writes: the bindings `querl:plugin/...` exist only there.
 
 import { log as logOfHost } from "querl:plugin/log@0.2.0";
 import { get } from "querl:plugin/settings@0.2.0";
@@ -9,12 +9,12 @@ import { CallFailure, Candidate, Episode, Message } from "../types.js";
 
 sendLogTo((level, message) => logOfHost(level, message));
 
-/** The settings that the host holds. */
+/** The plugin's settings, read from the host. */
 export function settings() {
   return Settings.fromSource(get);
 }
 
-/** What `call` returns, or the rejection that it throws; any other exception ends the instance with its text as the fault's. */
+/** The result of `call`, or the rejection that it throws. Any other exception ends the instance; its text becomes the fault's message. */
 export function attempt(call) {
   try {
     return call();
@@ -23,7 +23,7 @@ export function attempt(call) {
   }
 }
 
-/** A rejection as the contract's; any other exception is rethrown. */
+/** Converts a rejection to the contract's type; rethrows any other exception. */
 export function rejection(error) {
   if (!isRejection(error)) throw error;
   return { code: error.code, detail: error.detail };
@@ -33,7 +33,7 @@ export function isRejection(error) {
   return error?.name === "Rejection";
 }
 
-/** The name of a case, `rate_limited` for `rate-limited`; the text of `other`. */
+/** The name of a variant's case: `rate_limited` for `rate-limited`. For the case `other`, its text. */
 export function caseName({ tag, val }) {
   return tag === "other" ? val : tag.replaceAll("-", "_");
 }
@@ -66,7 +66,7 @@ function candidate(value) {
   return new Candidate(value);
 }
 
-/** A score as the contract's, checked here: JSON would turn what is no number into null. Adding 0 makes -0 a 0, which JSON has alone. */
+/** Checks a score and converts it to the contract's type. JSON would encode NaN as null. Adding 0 converts -0, which JSON lacks, to 0. */
 export function score(value) {
   if (typeof value?.total !== "number") {
     throw new TypeError(`the result is ${JSON.stringify(value)}; expected { total: NUMBER, components: { NAME: NUMBER } }`);
@@ -77,7 +77,7 @@ export function score(value) {
 }
 
 function number(name, value) {
-  // As `Number.isFinite`, without a call.
+  // Same as `Number.isFinite`, without a function call.
   if (typeof value !== "number" || value - value !== 0) throw new TypeError(`\`${name}\` is ${String(value)}; expected a finite number`);
   return value + 0;
 }

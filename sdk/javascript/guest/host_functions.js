@@ -1,4 +1,4 @@
-// Calls of host functions arrive at the host. `querl plugin build` makes the module that imports the declared interfaces.
+// Forwards calls of host functions to the host. `querl plugin build` writes the module that imports the declared interfaces.
 
 import { HostCallError, notDeclared, sendCallsTo } from "../host.js";
 import * as host from "./host.js";
@@ -17,7 +17,7 @@ export function connect(interfaces) {
       if (reason?.tag === "not-configured") throw new HostCallError(name);
       throw error;
     }
-    // A list of f32 is a typed array.
+    // The bindings return a list of f32 as a typed array.
     return name === "similarity" ? Array.from(result, (vector) => Array.from(vector)) : result;
   });
 }

@@ -3,7 +3,7 @@
 import { describe } from "../description.js";
 import { settings } from "./host.js";
 
-/** The exports of `info`; `docs` are sentences about settings, by key. The description is made when the component is built. */
+/** The exports of `info`. `docs`: descriptions of the settings, by key. Runs when the component is built. */
 export function infoOf(plugin, name, version, docs) {
   const described = describe(plugin);
   const description = {
@@ -21,14 +21,14 @@ export function infoOf(plugin, name, version, docs) {
         for (const type of Object.values(plugin.kinds)) new type(settings());
       } catch (error) {
         if (error?.name !== "SettingError") throw error;
-        // The bindings make the contract's error of what is thrown.
+        // The bindings convert the thrown object to the contract's error.
         throw { key: error.key, message: error.problem };
       }
     },
   };
 }
 
-/** Refuses a plugin whose classes are not those that plugin.toml announces. Runs when the component is built. */
+/** Throws if the plugin's kinds differ from those in plugin.toml. Runs when the component is built. */
 export function checked(plugin, announced) {
   if (!plugin?.kinds) {
     throw new TypeError("plugin.js has no default export made by plugin(); expected for example `export default plugin({ reward: Brevity })`");

@@ -10,7 +10,7 @@ export function promptsOf(plugin) {
     try {
       return call(new plugin.kinds.prompt(host.settings()));
     } catch (error) {
-      // The bindings make the contract's error of what is thrown.
+      // The bindings convert the thrown object to the contract's error.
       throw host.rejection(error);
     }
   };

@@ -28,12 +28,12 @@ function range(type) {
   return { min, max };
 }
 
-/** The result of each episode, as `write` makes it of a score or a rejection of the contract. */
+/** Scores the episodes. Returns `write(outcome)` for each, where the outcome is a score or a rejection of the contract. */
 function scored({ kinds }, values, read, write) {
   const results = [];
   if (kinds.reward) {
     const scorer = new kinds.reward(host.settings());
-    // Loops here and below: in a component each call costs thousands of instructions, and one by `map` three times as many.
+    // Loops instead of `map` here and below: in a component a function call takes thousands of instructions, in `map` three times as many.
     for (let index = 0; index < values.length; index += 1) {
       let outcome;
       try {

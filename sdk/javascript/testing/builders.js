@@ -1,4 +1,4 @@
-// Short ways to what a plugin is given.
+// Builders for the inputs of plugins.
 
 import { HostCallError, sendCallsTo } from "../host.js";
 import { units } from "../text.js";
@@ -37,7 +37,7 @@ export function episode(query = "", policy = "", baseline = undefined, more = {}
   return new Episode({ id, groupId: "test", sampleIndex, query, context, policy: side(policy), baseline: side(baseline), ...fields });
 }
 
-/** The episode with the parts that a plugin's class declares and no others, as the host gives it. */
+/** The episode with only the inputs that a plugin's class declares, as the host passes it. */
 export function declared(episode, { requires = [], uses = [] }) {
   const inputs = [...requires, ...uses];
   const part = (name, value) => (inputs.includes(name) ? value : undefined);
@@ -57,7 +57,7 @@ export function declared(episode, { requires = [], uses = [] }) {
   });
 }
 
-/** Calls `run` with stand-ins for host functions, and returns its result. */
+/** Calls `run` with replacements for host functions, and returns its result. */
 export function withHostFunctions(standIns, run) {
   const { countTokens, splitTokens, words, embed, askJudge, classify } = {
     countTokens: (text) => units(text).length,
@@ -74,7 +74,7 @@ export function withHostFunctions(standIns, run) {
   return withCallsTo(receiver, run);
 }
 
-/** Calls `run` while calls of host functions go to `receiver`, and returns its result. */
+/** Calls `run` with `receiver` as the receiver of host function calls, and returns its result. */
 export function withCallsTo(receiver, run) {
   const before = sendCallsTo(receiver);
   try {
@@ -84,7 +84,7 @@ export function withCallsTo(receiver, run) {
   }
 }
 
-/** A vector of length 1 of counts of code points modulo 64; of an empty text the first axis. */
+/** An L2-normalised vector of size 64: counts of code points modulo 64. An empty text gives the first unit vector. */
 function characterVector(text) {
   const counts = Array(64).fill(0);
   for (const character of text || "\0") counts[character.codePointAt(0) % 64] += 1;

@@ -1,5 +1,5 @@
-// What the contract asks of every plugin, as far as it can be seen without a host. `querl plugin test` asks the same and more of
-// the component; this says it in a second, with a debugger at hand.
+// Checks of the plugin contract that need no component. `querl plugin test` checks the component more completely. These checks take
+// about a second and run under a debugger.
 
 import assert from "node:assert/strict";
 import { isDeepStrictEqual } from "node:util";
@@ -8,7 +8,7 @@ import { Message, Rejection } from "../types.js";
 import { candidate, declared, dialogue, episode, failed, sample, styleModel, withHostFunctions } from "./builders.js";
 import { attempt } from "./golden.js";
 
-// Empty, blank, Chinese, beyond the basic plane, right to left, controls, markup, long.
+// Empty, blank, Chinese, outside of the basic multilingual plane, right to left, control characters, markup, long.
 const TEXTS = ["", " \n", "胶原蛋白肽怎么吃", "👩‍⚕️𠮷", "שלום", "a\u0000b\u202e", "<b>{}</b>\\\"'", "虾青素。".repeat(20_000)];
 const TASKS = ["teacher_rewrite", "policy_rewrite", "judge"];
 const CHECKS = {
@@ -57,7 +57,7 @@ function checkStyleScorer(make) {
   checkScores(make, sent, (plugin, make) => plugin.score(...make()), 0, 1);
 }
 
-/** One object for the whole batch gives what a new object for each item gives, and every score is one. */
+/** Checks every score, and that one object for all items gives the same results as a new object per item. */
 function checkScores(make, sent, call, low, high) {
   const shared = make();
   for (const item of sent) {
@@ -114,7 +114,7 @@ function checkPrompt(make) {
   }
 }
 
-/** Each a function that makes a new episode, since a plugin may change what it is given. */
+/** Functions that create a new episode, because a plugin may modify its arguments. */
 function episodes(type) {
   const sides = [
     () => candidate("胶原蛋白肽的服用方法", [0.9, 0.8, 0.7], { judged: 4.5, style: { 售前: 1 }, nTokens: 9, finishReason: "stop" }),

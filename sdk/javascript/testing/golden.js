@@ -1,4 +1,4 @@
-// The golden cases of a plugin: golden/*.jsonl, one case a line, the same that `querl plugin test` runs.
+// Runs the golden cases of a plugin, the same as `querl plugin test`: golden/*.jsonl, one case per line.
 
 import assert from "node:assert/strict";
 import { readdirSync } from "node:fs";
@@ -12,7 +12,7 @@ import { recorded } from "./recorded.js";
 
 const TOLERANCE = 1e-9;
 
-/** By form of a case: the kind of plugin that it is for. */
+/** The kind of plugin for each kind of case. */
 const KIND_OF = {
   episode: "reward",
   episodes: "group-reward",
@@ -120,7 +120,7 @@ function answers(plugin, { about, sent, input, styleModel: says }) {
   }
 }
 
-/** What the call returns, or the rejection that it throws. */
+/** The result of the call, or the rejection that it throws. */
 export function attempt(call) {
   try {
     return call();

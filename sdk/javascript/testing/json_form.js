@@ -1,4 +1,4 @@
-// Episodes, samples and dialogues as querl writes them in JSON.
+// Reads episodes, samples and dialogues from the JSON that querl writes.
 
 import { readFileSync } from "node:fs";
 import { basename } from "node:path";
@@ -7,7 +7,7 @@ import { contextFromJson, Episode, hitsFromJson, Message } from "../types.js";
 
 const FORMATS = [2, 3];
 
-/** The keys of a JSON object. Those that nobody takes are refused at the end. */
+/** The keys of a JSON object. `end` throws an error for keys that were not read. */
 export class Fields {
   constructor(value, place) {
     if (typeof value !== "object" || value === null || Array.isArray(value)) {
@@ -34,7 +34,7 @@ export class Fields {
     return value ?? fallback;
   }
 
-  /** Those of these keys that have a value. */
+  /** The subset of these keys that have a value. */
   known(...keys) {
     const values = keys.map((key) => [key, this.optional(key)]);
     return Object.fromEntries(values.filter(([, value]) => value !== undefined));
@@ -48,7 +48,7 @@ export class Fields {
   }
 }
 
-/** Reads an object: `fields` are for `read` to take, all of them. */
+/** Reads an object with `read`, which must read all of its keys. */
 export function whole(value, place, read) {
   const fields = new Fields(value, place);
   const result = read(fields);
@@ -56,7 +56,7 @@ export function whole(value, place, read) {
   return result;
 }
 
-/** Place and value of each line of a file that is not blank. */
+/** Location (`FILE:LINE`) and value of each line that is not blank. */
 export function lines(path) {
   const file = path instanceof URL ? fileURLToPath(path) : path;
   const numbered = readFileSync(file, "utf8").split("\n").map((line, index) => [`${basename(file)}:${index + 1}`, line]);
@@ -73,7 +73,7 @@ export function readEpisodes(path) {
   return readRecorded(path).map(({ episode }) => episode);
 }
 
-/** The episodes of a file, each with its recorded calls of host functions. */
+/** Reads the episodes of a file, each with its recorded calls of host functions. */
 export function readRecorded(path) {
   return lines(path).map(([place, value]) => {
     const newest = FORMATS.at(-1);
@@ -86,7 +86,7 @@ export function readRecorded(path) {
   });
 }
 
-/** An episode as recorded. Missing ids, ranks and texts are filled in; a missing retrieval of format 2 means that nothing was found. */
+/** Reads a recorded episode. Fills in missing ids, ranks and texts. In format 2 a missing `retrieval` means that nothing was found. */
 export function episode(value, defaultId = "", format = FORMATS.at(-1)) {
   const json = whole(value, "episode", (fields) => {
     const id = fields.optional("id", defaultId);
@@ -144,7 +144,7 @@ export function message({ role, content }) {
   return new Message(role, content);
 }
 
-/** Empty texts are those of format 2, for what is unknown. */
+/** Reads a context. Format 2 has empty strings for unknown values. */
 function context(value) {
   const known = whole(value, "context", (fields) => fields.known("user_profile", "history_summary"));
   return Object.fromEntries(Object.entries(known).filter(([, text]) => text !== ""));
@@ -165,7 +165,7 @@ function candidate(value, place, format) {
   });
 }
 
-/** A result under its name, or a failure under `failed`. */
+/** Reads a result, stored in the key `result`, or a failure, stored in the key `failed`. */
 function either(value, result, read) {
   return whole(value, result, (fields) => {
     if (!fields.has("failed")) return { [result]: read(fields.take(result)) };

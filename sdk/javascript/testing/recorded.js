@@ -1,9 +1,9 @@
-// Host functions with recorded results, as golden cases and the lines of recorded episodes have them.
+// Host functions that return the results recorded in golden cases and in episodes.jsonl.
 
 import { HostCallError } from "../host.js";
 import { CallFailure } from "../types.js";
 
-/** Functions in a recording, by the method that calls them. */
+/** Names of the functions in a recording by those of `host`. */
 const RECORDED_NAMES = {
   count: "count_tokens",
   split: "split_tokens",
@@ -13,7 +13,7 @@ const RECORDED_NAMES = {
   classify: "classify_style",
 };
 
-/** Answers a call with the result of the first recorded one that is equal; what was not recorded fails. */
+/** A receiver that returns the result of the first recorded call with the same request. Other calls fail with `not_recorded`. */
 export function recorded(calls) {
   const plain = (each) => (typeof each === "string" ? each : { role: each.role, content: each.content });
   const key = (name, argument) => JSON.stringify([name, Array.isArray(argument) ? argument.map(plain) : argument]);
@@ -29,7 +29,7 @@ export function recorded(calls) {
       throw new HostCallError(functions, failed && new CallFailure(failed.kind, failed.message));
     }
     const [[form, value]] = Object.entries(response.Ok);
-    // The recording has the shortest digits of f32.
+    // Recorded vectors are f32, printed with the shortest digits that identify the f32 value.
     return form === "vectors" ? value.map((vector) => vector.map(Math.fround)) : value;
   };
 }

@@ -1,8 +1,8 @@
-"""What the author of a querl plugin in Python needs: a class for each kind of plugin, plain types, and one call to export them.
+"""SDK for querl plugins in Python: a base class for each kind of plugin, data types, and :func:`export`.
 
-In: an author's class derived from :class:`Reward`, :class:`GroupReward`, :class:`Filter`, :class:`Prompt` or :class:`StyleScorer`. Out, through
-``querl plugin build``: a WebAssembly component for the contract ``querl:plugin@0.2.0``. The logic runs in plain Python too, so
-that tests need no WebAssembly. This package has no dependencies and must not depend on the host, files, network and models.
+Derive a class from :class:`Reward`, :class:`GroupReward`, :class:`Filter`, :class:`Prompt` or :class:`StyleScorer`. ``querl plugin build``
+makes a WebAssembly component of it for the contract ``querl:plugin@0.2.0``. The same class runs in plain Python, so that tests
+need no WebAssembly. This package has no dependencies and must not depend on the host, files, network and models.
 """
 
 from . import host, log, text

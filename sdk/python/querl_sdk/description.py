@@ -1,4 +1,4 @@
-"""What a plugin says of itself (``info.describe``), derived from its classes."""
+"""The description of a plugin (``info.describe`` of the contract), derived from its classes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Description:
 
     kinds: list[str]
     settings: list[SettingSpec]
-    """What the constructors read, by key."""
+    """The settings that the constructors read."""
     range: tuple[float, float] | None
-    """Range of totals under the default settings; ``None`` for other kinds than rewards and where a setting has no default."""
+    """Range of totals with default settings; ``None`` if the plugin is not a reward or a setting has no default."""
     inputs: dict[str, bool]
-    """Declared inputs, and whether each is required."""
+    """Declared inputs; True for those in ``requires``, False for those in ``uses``."""
 
 
 def describe(classes: Mapping[str, type]) -> Description:
-    """The description of a plugin's classes, by kind.
+    """Describes a plugin, given its classes by kind.
 
-    Constructs each with settings that have no values and records what it reads. Raises :class:`TypeError` for one whose constructor
-    does not finish so, or where two read a key in different ways.
+    Constructs each class without settings and records the keys that the constructor reads. Raises :class:`TypeError` if a constructor
+    fails without settings, or if two classes read a key with different types, defaults or bounds.
     """
     specs: dict[str, SettingSpec] = {}
     inputs: dict[str, bool] = {}

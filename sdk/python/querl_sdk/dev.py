@@ -1,4 +1,4 @@
-"""Scores recorded episodes natively, for `querl plugin dev`: one process for each save, so that every module is imported afresh.
+"""Scores recorded episodes natively, for `querl plugin dev`, which starts a new process after each save of the source.
 
 `python3 -m querl_sdk.dev FOLDER EPISODES SETTINGS RESULTS`: the plugin's folder, a file of recorded episodes of format 3, the settings as JSON,
 and the file to write. A line of results is a JSON object: first `{"range": [low, high]}`; `{"begun": id}` before each episode or group, as
@@ -35,30 +35,30 @@ from .types import Episode, Rejection
 _SCORERS = ("reward", "group-reward")
 
 LIMIT_S = 5
-"""CPU time of an episode, of a group and of the start, after which it is a fault; without the CPU, ten times as long."""
+"""Limit of CPU time in seconds for the start and for each episode or group; exceeding it is a fault. The wall-clock limit is ten times as long."""
 
 _MAX_STOPPED = 3
-"""After so many of them the rest is not scored."""
+"""Scoring stops after this many timeouts."""
 
 _PERIOD_S = 0.1
 
 
 class _StillRuns(BaseException):
-    """Not an `Exception`, which a plugin may catch."""
+    """Derived from `BaseException`, because a plugin may catch `Exception`."""
 
     def __str__(self) -> str:
         return f"still ran after {LIMIT_S} s: an endless loop, or a regular expression that tries too many ways"
 
 
 class _Watch:
-    """While the author's code runs: interrupts what does not end, and logs what a component cannot do."""
+    """Context manager around the plugin's code: enforces the time limit, and logs operations that a component cannot do."""
 
     def __init__(self) -> None:
         self.is_on = False
         self._cpu = self._wall = 0.0
         self._seen: set[str] = set()
         self.remark: Callable[[str], None] | None = None
-        """Where to write what a component cannot do, from the first episode on."""
+        """Logs an operation that a component cannot do; set from the first episode on."""
         sys.addaudithook(self._audit)
         if hasattr(signal, "setitimer"):  # not on Windows
             signal.signal(signal.SIGALRM, self._check)
@@ -96,8 +96,8 @@ class _Watch:
 
 
 def main(folder: str, episodes: str, settings: str, results: str) -> None:
-    """Writes the results."""
-    gc.disable()  # reading episodes makes many objects and no cycles
+    """Scores the episodes and writes the results."""
+    gc.disable()  # episodes are many objects without reference cycles
     watch = _Watch()
     with open(results, "w", encoding="utf-8") as file, contextlib.closing(watch):
         for result in _results(Path(folder), Path(episodes), json.loads(settings), watch):
@@ -166,7 +166,7 @@ def _results(folder: Path, path: Path, settings: dict[str, Any], watch: _Watch) 
 
 
 def _declared(episode: dict[str, Any], inputs: dict[str, bool]) -> dict[str, Any]:
-    """An episode without the parts that the plugin does not declare, as the host hands it over."""
+    """An episode without the inputs that the plugin does not declare, as the host passes it."""
     for part in ("response", "prompt", "columns", "baseline"):
         if part not in inputs:
             episode.pop(part, None)
@@ -178,7 +178,7 @@ def _declared(episode: dict[str, Any], inputs: dict[str, bool]) -> dict[str, Any
 
 
 def _declared_only(call: host.Receiver) -> host.Receiver:
-    """Refuses a host function that plugin.toml does not declare, in the words of the component."""
+    """Refuses a host function that plugin.toml does not declare, with the same message as in the component."""
     declared = os.environ.get("QUERL_HOST_FUNCTIONS")
 
     def checked(interface: str, function: str, argument: Any) -> Any:
@@ -219,7 +219,7 @@ def _written(outcome: object) -> dict[str, Any]:
 
 
 def _place(error: BaseException, folder: Path) -> dict[str, Any]:
-    """The message, and the innermost line of the author's own source."""
+    """The message of an exception, with file and line of the innermost frame in the plugin's own source."""
     message = str(error) if isinstance(error, _StillRuns) else traceback.format_exception_only(error)[-1].strip()
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:

@@ -12,42 +12,42 @@ from .types import ColumnValue, Context, Hit
 
 @dataclass(slots=True)
 class Sample:
-    """A row whose rewrite and retrieval both succeeded."""
+    """A row of the query table whose rewrite and retrieval both succeeded."""
 
     id: str = ""
     """Id of the row, unique in the batch."""
     original_query: str = ""
-    """What the user typed."""
+    """The user's query."""
     rewritten_query: str = ""
     """The teacher's rewrite."""
     context: Context = field(default_factory=Context)
-    """Who asks, and what was said before."""
+    """User profile and conversation history."""
     hits: list[Hit] = field(default_factory=list)
-    """Hits of the rewrite, best first; empty where nothing was found."""
+    """Retrieved passages for the rewrite, best first; empty if nothing was found."""
     columns: dict[str, ColumnValue] = field(default_factory=dict)
-    """The other columns of the row, in the order of the table, where the filter declares ``columns``."""
+    """The other columns of the row, in the order of the table. Empty unless the filter declares ``columns``."""
 
 
 class Filter(ABC):
-    """Keeps samples in the training data or drops them.
+    """Decides for each sample whether it stays in the training data.
 
-    One object is made for each batch, which is one whole split, and sees its samples in order.
+    One object is constructed per split and gets all samples of the split, in order.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
-    """``("columns",)`` for a filter that cannot work without other columns of the table."""
+    """``("columns",)`` if the filter needs other columns of the query table."""
     uses: ClassVar[tuple[str, ...]] = ()
-    """``("columns",)`` for a filter that reads other columns where there are some."""
+    """``("columns",)`` if the filter reads other columns of the query table when there are any."""
 
     def __init__(self, settings: Settings) -> None:
-        """Reads the settings: every key that the plugin knows, whatever the values of the others.
+        """Reads all settings of the plugin. Must read every key unconditionally: the reads define the plugin's description.
 
-        Raises :class:`querl_sdk.SettingError` for a value that cannot be used.
+        Raises :class:`querl_sdk.SettingError` for an invalid value.
         """
 
     @abstractmethod
     def check(self, sample: Sample) -> None:
         """Returns to keep the sample; raises :class:`querl_sdk.Rejection` to drop it.
 
-        What it remembers of the samples before it in the batch may count, for example to find duplicates.
+        The result may depend on earlier samples of the split, for example to remove duplicates.
         """

@@ -1,7 +1,7 @@
 """Host functions: the run's tokenizer, word segmentation, text encoder, judge and style model.
 
-plugin.toml declares what a plugin calls (``host_functions = ["tokens", "words"]``). Results are recorded with the episode. Outside of a
-component, :func:`querl_sdk.testing.host_functions` says what the functions return.
+A plugin may call the interfaces that plugin.toml declares (``host_functions = ["tokens", "words"]``). Results are recorded with the
+episode, so that a replay gives the same score. Outside of a component, :func:`querl_sdk.testing.host_functions` replaces them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .types import CallFailure, Message, Rejection, StyleProbability
 
 
 class HostCallError(Rejection):
-    """A host function gave no result. Where nobody catches it, the episode is rejected: ``judge_failed``, ``judge_not_configured``."""
+    """A host function failed. If not caught, the episode is rejected with a code such as ``judge_failed`` or ``judge_not_configured``."""
 
     def __init__(self, interface: str, failure: CallFailure | None = None) -> None:
         name = interface.replace("-", "_")
@@ -22,7 +22,7 @@ class HostCallError(Rejection):
         else:
             super().__init__(f"{name}_failed", failure.message)
         self.failure = failure
-        """``None`` where the run has no such service or model."""
+        """The failed call; ``None`` if the run has no such service or model."""
 
 
 def _not_declared(interface: str) -> TypeError:
@@ -31,32 +31,32 @@ def _not_declared(interface: str) -> TypeError:
 
 
 def count_tokens(text: str) -> int:
-    """Number of tokens of the text by the policy's tokenizer, without special tokens. Needs ``tokens``."""
+    """Number of tokens of the text in the policy's tokenizer, without special tokens. Needs ``tokens``."""
     return int(_call("tokens", "count_tokens", text))
 
 
 def split_tokens(text: str) -> list[str]:
-    """The tokens as texts, in order, by the policy's tokenizer. Needs ``tokens``."""
+    """The tokens of the text in the policy's tokenizer, as strings. Needs ``tokens``."""
     return list(_call("tokens", "split_tokens", text))
 
 
 def words(text: str) -> list[str]:
-    """The words in order, without blanks and punctuation: jieba with the run's user dictionary. Needs ``words``."""
+    """Word segmentation by jieba with the run's user dictionary, without whitespace and punctuation. Needs ``words``."""
     return list(_call("words", "segment_words", text))
 
 
 def embed(texts: Sequence[str]) -> list[list[float]]:
-    """One vector of length 1 per text, at most 64 texts: a dot product is the cosine similarity. Needs ``similarity``."""
+    """One L2-normalised embedding per text, so that a dot product is the cosine similarity. At most 64 texts. Needs ``similarity``."""
     return list(_call("similarity", "embed", list(texts)))
 
 
 def ask_judge(messages: Sequence[Message]) -> str:
-    """The response of the configured judge, through cache and budget. Needs ``judge``."""
+    """The response of the run's judge model. The response cache and the budget apply. Needs ``judge``."""
     return str(_call("judge", "ask_judge", list(messages)))
 
 
 def classify(turns: Sequence[Message]) -> list[StyleProbability]:
-    """The style distribution of the last question with its response. Needs ``style-model``."""
+    """The style model's class probabilities for the last question with its answer. Needs ``style-model``."""
     return list(_call("style-model", "classify_style", list(turns)))
 
 
@@ -69,7 +69,7 @@ _call: Receiver = _not_there
 
 
 def _send_to(call: Receiver) -> Receiver:
-    """Has calls (interface, function, argument) go elsewhere. Returns where they went before."""
+    """Replaces the receiver of calls (interface, function, argument). Returns the previous one."""
     global _call
     before, _call = _call, call
     return before

@@ -1,7 +1,4 @@
-"""Lines for a person who is looking for a mistake. They have no effect on any result.
-
-In a component they go to the host's log; natively, as in tests, to stderr.
-"""
+"""Debug log: to querl's log (``-v``) in a component, to stderr natively. It has no effect on results."""
 
 from __future__ import annotations
 
@@ -37,6 +34,6 @@ _write: Callable[[str, str], None] = _to_stderr
 
 
 def _send_to(write: Callable[[str, str], None]) -> None:
-    """Has lines go elsewhere: a component's go to the host."""
+    """Replaces the receiver of log lines."""
     global _write
     _write = write

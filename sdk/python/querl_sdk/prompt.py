@@ -11,51 +11,51 @@ from .types import Context, JudgeScore, Message
 
 
 class PromptTask(Enum):
-    """The purpose of a prompt. The SDK rejects a task that is not here (``unknown_task``)."""
+    """The purpose of a prompt. The SDK rejects any other task with the code ``unknown_task``."""
 
     TEACHER_REWRITE = "teacher_rewrite"
-    """The teacher's prompt: long, with the tenant's rules."""
+    """The teacher model's prompt: long, with the tenant's rules."""
     POLICY_REWRITE = "policy_rewrite"
-    """The policy's prompt: short; the model learns the rules in training."""
+    """The policy's prompt: short, because the policy learns the rules in training."""
     JUDGE = "judge"
-    """The judge's prompt. The response to it goes to ``parse_judgement``."""
+    """The judge model's prompt. Its response is parsed by ``parse_judgement``."""
 
 
 @dataclass(slots=True)
 class PromptInput:
-    """What goes into a prompt."""
+    """The variables of a prompt."""
 
     query: str = ""
-    """What the user typed."""
+    """The user's query."""
     context: Context = field(default_factory=Context)
-    """Who asks, and what was said before."""
+    """User profile and conversation history."""
     rewrite: str | None = None
-    """The rewrite to judge; ``None`` in the rewrite tasks."""
+    """The rewrite to judge; ``None`` for the rewrite tasks."""
 
 
 class Prompt(ABC):
-    """A tenant's prompts, and the parsing of responses to them."""
+    """Builds a tenant's prompts and parses the responses."""
 
     def __init__(self, settings: Settings) -> None:
-        """Reads the settings: every key that the plugin knows, whatever the values of the others.
+        """Reads all settings of the plugin. Must read every key unconditionally: the reads define the plugin's description.
 
-        Raises :class:`querl_sdk.SettingError` for a value that cannot be used.
+        Raises :class:`querl_sdk.SettingError` for an invalid value.
         """
 
     @abstractmethod
     def messages(self, task: PromptTask, input: PromptInput) -> list[Message]:
-        """The conversation for one task: the last message is the user's, a system message is only at the start.
+        """The messages of the prompt for one task. The last message has the role user; only the first may be a system message.
 
         Raises :class:`querl_sdk.Rejection` for a task that the plugin has no prompt for.
         """
 
     @abstractmethod
     def parse_rewrite(self, text: str) -> str:
-        """The rewrite in a model's response, never empty. Raises :class:`querl_sdk.Rejection` where there is none."""
+        """The rewrite in a model's response; not empty. Raises :class:`querl_sdk.Rejection` if the response contains none."""
 
     @abstractmethod
     def parse_judgement(self, text: str) -> JudgeScore:
-        """The judgement in a judge's response.
+        """The score (0 to 5) and reason in a judge's response.
 
-        Raises :class:`querl_sdk.Rejection` where there is none, or its score is not within 0 to 5: never a guess.
+        Raises :class:`querl_sdk.Rejection` if the response contains no score, or one outside of 0 to 5. Never guess a score.
         """

@@ -1,4 +1,4 @@
-"""Host functions with recorded results, as golden cases and the lines of recorded episodes have them."""
+"""Host functions that return the results recorded in golden cases and in ``episodes.jsonl``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .types import Message, call_failure, distribution
 
 
 def recorded(calls: list[dict[str, Any]]) -> Receiver:
-    """Answers a call with the result of the first recorded one that is equal; what was not recorded fails."""
+    """A receiver that returns the result of the first recorded call with the same request. Other calls fail with ``not_recorded``."""
 
     def call(interface: str, function: str, argument: Any) -> Any:
         sent = [{"role": each.role.value, "content": each.content} if isinstance(each, Message) else each for each in argument]
@@ -30,6 +30,6 @@ def _response(interface: str, response: dict[str, Any]) -> Any:
         raise HostCallError(interface, None if error == "not_configured" else call_failure(error["failed"]))
     ((form, value),) = response["Ok"].items()
     if form == "vectors":
-        # The recording has the shortest digits of f32.
+        # Recorded vectors are f32, printed with the shortest digits that identify the f32 value.
         return [array("f", vector).tolist() for vector in value]
     return distribution(value) if form == "style" else value

@@ -1,4 +1,4 @@
-"""Which classes a plugin is made of."""
+"""Registers the classes of a plugin."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ KINDS: dict[str, type] = {
     "group-reward": GroupReward,
     "style-scorer": StyleScorer,
 }
-"""The base class of each kind, by the names that ``plugin.toml`` has for kinds."""
+"""The base class of each kind, by the kind's name in ``plugin.toml``."""
 
 INPUTS = ("response", "prompt", "columns", "baseline", "retrieval", "judgement", "style")
-"""What a reward may declare in ``requires`` and ``uses``."""
+"""The inputs that a reward may declare in ``requires`` and ``uses``."""
 
 _exported: dict[str, type] | None = None
 
@@ -30,7 +30,7 @@ def export(
     group_reward: type[GroupReward] | None = None,
     style_scorer: type[StyleScorer] | None = None,
 ) -> None:
-    """Says what the plugin is made of: ``export(reward=Brevity)``, once, at the top level of ``plugin.py``."""
+    """Registers the plugin's classes. Call it once, at the top level of ``plugin.py``: ``export(reward=Brevity)``."""
     global _exported
     classes = dict(zip(KINDS, (prompt, filter, reward, group_reward, style_scorer)))
     named = {kind: plugin for kind, plugin in classes.items() if plugin is not None}
@@ -44,7 +44,7 @@ def export(
 
 
 def check_class(kind: str, plugin: object) -> None:
-    """Refuses what is not a class of this kind."""
+    """Raises :class:`TypeError` if ``plugin`` is not a complete class of this kind."""
     base = KINDS[kind]
     if not (isinstance(plugin, type) and issubclass(plugin, base)):
         raise TypeError(f"export() has {plugin!r} as {kind}; expected a class derived from `querl_sdk.{base.__name__}`")
@@ -59,7 +59,7 @@ def check_class(kind: str, plugin: object) -> None:
 
 
 def exported() -> dict[str, type]:
-    """The classes that the plugin named with :func:`export`, by kind."""
+    """The classes passed to :func:`export`, by kind."""
     if _exported is None:
         raise TypeError("plugin.py exports nothing; expected for example `export(reward=Brevity)` at its end")
     return _exported

@@ -12,54 +12,56 @@ from .types import Episode, Rejection
 
 @dataclass(slots=True)
 class Score:
-    """The score of one episode, or of one dialogue's style."""
+    """The score of an episode (rewards) or of a dialogue (style scorers)."""
 
     total: float
-    """Finite, and within the range that the plugin declares; 0 to 1 for a style."""
+    """A finite number within the declared range; 0 to 1 for style scorers."""
     components: dict[str, float] = field(default_factory=dict)
-    """Named parts, finite, at most 64; they need not sum to the total. Names: 1 to 64 of ``a`` to ``z``, ``0`` to ``9``, ``_``."""
+    """Named parts of the score, for reports: at most 64 finite numbers, which need not sum to the total. Names have 1 to 64 characters
+    of ``a`` to ``z``, ``0`` to ``9``, ``_``."""
 
 
 class _Scorer(ABC):
     requires: ClassVar[tuple[str, ...]] = ()
-    """Inputs without which the plugin cannot score: ``response``, ``prompt``, ``columns``, ``baseline``, ``retrieval``,
-    ``judgement``, ``style``. A run that cannot provide one is refused. Episodes have no other of these parts."""
+    """Required inputs, of ``response``, ``prompt``, ``columns``, ``baseline``, ``retrieval``, ``judgement``, ``style``. querl refuses a
+    run that cannot provide one. Inputs that are neither required nor in ``uses`` are left out of the episodes."""
     uses: ClassVar[tuple[str, ...]] = ()
-    """Inputs that the plugin reads where the run has them."""
+    """Optional inputs: read if the run has them."""
 
     def __init__(self, settings: Settings) -> None:
-        """Reads the settings: every key that the plugin knows, whatever the values of the others.
+        """Reads all settings of the plugin. Must read every key unconditionally: the reads define the plugin's description.
 
-        Raises :class:`querl_sdk.SettingError` for a value that cannot be used.
+        Raises :class:`querl_sdk.SettingError` for an invalid value.
         """
 
     @abstractmethod
     def range(self) -> tuple[float, float]:
-        """The lowest and the highest total under these settings."""
+        """The lowest and the highest possible total with these settings."""
 
 
 class Reward(_Scorer):
-    """Scores what the policy generated, one episode at a time.
+    """Scores responses of the policy, one episode at a time.
 
-    One object is made for each call and scores the episodes of a batch one by one. A score depends on its episode, the
-    settings and the results of host functions: keep nothing from one episode to the next.
+    One object is constructed per batch. A score may depend only on the episode, the settings and the results of host functions: keep
+    no state between episodes.
     """
 
     @abstractmethod
     def score(self, episode: Episode) -> Score:
         """Scores one episode.
 
-        Raises :class:`querl_sdk.Rejection` where the episode cannot be scored, for example because a call failed.
-        That is not a score of 0.
+        Raises :class:`querl_sdk.Rejection` if the episode cannot be scored, for example because retrieval failed. The episode is then
+        dropped; that is not a score of 0.
         """
 
 
 class GroupReward(_Scorer):
-    """Scores all samples of one query together, for rewards of diversity or rank.
+    """Scores all samples of one query together, for example by diversity or rank within the group.
 
-    A score depends on the episodes of its group, the settings and the results of host functions, and not on their order.
+    A score may depend only on the episodes of its group, the settings and the results of host functions. It must not depend on the order
+    of the episodes.
     """
 
     @abstractmethod
     def score_group(self, episodes: list[Episode]) -> list[Score | Rejection]:
-        """One score per episode, in their order; a rejection drops its episode alone. Raising one rejects the whole group."""
+        """One score per episode, in the same order. A returned rejection drops one episode; a raised one drops the group."""

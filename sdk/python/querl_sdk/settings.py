@@ -1,4 +1,4 @@
-"""What the user set for this plugin."""
+"""The user's settings of a plugin, and typed readers for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _V = TypeVar("_V")
 
 
 class SettingError(Exception):
-    """What is wrong with a setting: ``message`` says what was expected and what came."""
+    """An invalid setting. ``message`` says what was expected and what was given."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(key, message)
@@ -26,23 +26,23 @@ class SettingError(Exception):
 
 @dataclass(slots=True)
 class SettingSpec:
-    """A key that a plugin reads, as ``info.describe`` reports it."""
+    """A setting that a plugin reads, as reported by ``info.describe``."""
 
     key: str
     value_type: str
     """``text``, ``number``, ``integer``, ``flag`` or ``texts``."""
     default: str | None = None
-    """In the text form of settings; ``None`` where the user must set one."""
+    """The default as text; ``None`` if the user must set a value."""
     minimum: float | None = None
     maximum: float | None = None
     choices: list[str] | None = None
 
 
 class Settings:
-    """The user's settings for this plugin, each a text.
+    """The user's settings of the plugin, stored as text.
 
-    In a component they come from the host; in a test they are given: ``Settings({"max_chars": 10})``. A reader without a default
-    raises :class:`SettingError` where the user set nothing.
+    In a component they come from the host; in a test pass them: ``Settings({"max_chars": 10})``. A reader without a default raises
+    :class:`SettingError` if the user set no value.
     """
 
     def __init__(self, values: Mapping[str, object] | None = None) -> None:
@@ -52,31 +52,31 @@ class Settings:
 
     @classmethod
     def from_source(cls, get: Callable[[str], str | None]) -> Settings:
-        """Settings that are read from ``get`` one by one."""
+        """Settings that are looked up with ``get`` when they are read."""
         settings = cls.__new__(cls)
         settings._get, settings._recorded = get, None
         return settings
 
     @classmethod
     def recording(cls, into: list[SettingSpec]) -> Settings:
-        """Settings without values that record what is read. A reader without a default returns a value that is allowed."""
+        """Empty settings that append every read to ``into``. A reader without a default returns some valid value."""
         settings = cls()
         settings._recorded = into
         return settings
 
     def get(self, key: str) -> str | None:
-        """The text under ``key``; ``None`` where the user set nothing, which is described as an empty text."""
+        """The text of ``key``; ``None`` if the user set no value. The description has an empty text as default."""
         self._record(key, "text", "")
         return self._get(key)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """The text under ``key``, or ``default``."""
+        """The text of ``key``, or ``default``."""
         self._record(key, "text", default)
         text = self._get(key)
         return self._absent(key, "a text", default, "") if text is None else text
 
     def choice(self, key: str, default: str | None, choices: Sequence[str]) -> str:
-        """One of ``choices`` under ``key``, or ``default``. Raises :class:`SettingError` for another text."""
+        """The value of ``key``, one of ``choices``, or ``default``. Raises :class:`SettingError` for any other text."""
         self._record(key, "text", default, choices=list(choices))
         text = self._get(key)
         if text in choices:
@@ -87,23 +87,17 @@ class Settings:
         raise SettingError(key, f"expected {names}, got `{text}`")
 
     def number(self, key: str, default: float | None = None, minimum: float = -math.inf, maximum: float = math.inf) -> float:
-        """The number under ``key``, or ``default``.
-
-        Raises :class:`SettingError` where it is not a number from ``minimum`` to ``maximum``.
-        """
+        """The number of ``key``, or ``default``. Raises :class:`SettingError` outside of ``minimum`` to ``maximum`` (inclusive)."""
         return self._number(float, key, "number", default, minimum, maximum)
 
     def integer(self, key: str, default: int | None = None, minimum: int | None = None, maximum: int | None = None) -> int:
-        """The whole number under ``key``, or ``default``.
-
-        Raises :class:`SettingError` where it is not a whole number from ``minimum`` to ``maximum``.
-        """
+        """The integer of ``key``, or ``default``. Raises :class:`SettingError` outside of ``minimum`` to ``maximum`` (inclusive)."""
         low = -math.inf if minimum is None else minimum
         high = math.inf if maximum is None else maximum
         return self._number(int, key, "integer", default, low, high)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """The truth value under ``key``, or ``default``. Raises :class:`SettingError` for other than true and false."""
+        """The boolean of ``key``, or ``default``. Raises :class:`SettingError` for anything but true and false."""
         self._record(key, "flag", default)
         text = self._get(key)
         if text is None:
@@ -113,7 +107,7 @@ class Settings:
         return text == "true"
 
     def texts(self, key: str, default: Sequence[str] | None = ()) -> list[str]:
-        """The list of texts under ``key``, or ``default``. Raises :class:`SettingError` where it is another thing."""
+        """The list of strings of ``key``, or ``default``. Raises :class:`SettingError` for anything else."""
         self._record(key, "texts", None if default is None else list(default))
         text = self._get(key)
         if text is None:
@@ -141,7 +135,7 @@ class Settings:
         raise SettingError(key, f"expected {expected}, got `{text}`")
 
     def _absent(self, key: str, expected: str, default: _V | None, usable: _V) -> _V:
-        """The default; without one, a usable value for a recording, or an error."""
+        """The default. Without one: ``usable`` while reads are recorded, else :class:`SettingError`."""
         if default is not None:
             return default
         if self._recorded is None:
@@ -165,12 +159,12 @@ class Settings:
 
 
 def _as_text(value: object) -> str:
-    """As the host renders values: texts as they are, the rest as JSON, which numbers and booleans are too."""
+    """The text form that the host uses: strings unchanged, all other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _parsed(read: Callable[[str], _N], text: str) -> _N | None:
-    """Python reads `1_000` as a number; the host never writes one so."""
+    """The number in a text, or None. Refuses underscores (`1_000`), which Python accepts but the host never writes."""
     try:
         return None if "_" in text else read(text.strip())
     except ValueError:

@@ -13,21 +13,21 @@ from .types import Message, StyleProbability
 
 @dataclass(slots=True)
 class Dialogue:
-    """A dialogue whose last turn, the assistant's, is to be scored."""
+    """A dialogue that ends with the assistant's turn to score."""
 
     id: str = ""
     """Unique in a run."""
     turns: list[Message] = field(default_factory=list)
-    """All turns."""
+    """All turns, oldest first."""
 
 
 class StyleModel(Protocol):
-    """The style model of the run. In a test, any stand-in with this method."""
+    """The style model of the run. In a test, any object with this method."""
 
     def classify(self, turns: list[Message]) -> list[StyleProbability]:
-        """The distribution over the model's classes, one entry per class, in the model's order.
+        """The probabilities of all classes, in the model's order.
 
-        Raises :class:`querl_sdk.HostCallError` where there is no model, or no response.
+        Raises :class:`querl_sdk.HostCallError` if the run has no style model or the call failed.
         """
         ...
 
@@ -36,14 +36,14 @@ class StyleScorer(ABC):
     """Scores the style of the last turn of a dialogue."""
 
     def __init__(self, settings: Settings) -> None:
-        """Reads the settings: every key that the plugin knows, whatever the values of the others.
+        """Reads all settings of the plugin. Must read every key unconditionally: the reads define the plugin's description.
 
-        Raises :class:`querl_sdk.SettingError` for a value that cannot be used.
+        Raises :class:`querl_sdk.SettingError` for an invalid value.
         """
 
     @abstractmethod
     def score(self, dialogue: Dialogue, model: StyleModel) -> Score:
-        """Scores one dialogue, 0 (worst) to 1 (best).
+        """Scores one dialogue, from 0 (worst) to 1 (best).
 
-        Raises :class:`querl_sdk.Rejection` where the dialogue cannot be scored. That is not a score of 0.
+        Raises :class:`querl_sdk.Rejection` if the dialogue cannot be scored; that is not a score of 0.
         """

@@ -1,17 +1,18 @@
-"""Functions on texts that many plugins need: normalisation, Chinese numbers, edit distance, n-gram overlap, repetition, length penalty.
+"""Text functions for plugins: normalisation, Chinese numerals, edit distance, n-gram overlap, repetition, length penalty.
 
-Pure. The SDKs for Rust and JavaScript have the same functions; ``sdk/testdata/text.jsonl`` has the results that all three give, to the bit.
+All are pure. The SDKs for Rust and JavaScript have the same functions with bit-identical results, tested with
+``sdk/testdata/text.jsonl``.
 """
 
 from __future__ import annotations
 
 import re
 
-# `White_Space` of Unicode, which `str.split` extends by U+001C to U+001F.
+# Unicode `White_Space`. `str.split` would also split at U+001C to U+001F.
 _BLANKS = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
 _HALF_WIDTH: dict[int, int | None] = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _WITHOUT_INVISIBLE: dict[int, int | None] = {**_HALF_WIDTH, 0x200B: None, 0xFEFF: None}
-# A run of ASCII letters and digits, or one character that is no blank and no punctuation: ASCII, Latin-1, general, CJK, vertical.
+# A run of ASCII letters and digits, or one character that is neither whitespace nor punctuation (ASCII, Latin-1, general, CJK, vertical).
 _UNIT = re.compile(
     "[0-9a-z]+|[^\x21-\x2f\x3a-\x40\x5b-\x60\x7b-\x7e \xa1\xa7\xab\xb6\xb7\xbb\xbf"
     "\u2000-\u206f\u3000-\u3003\u3008-\u3011\u3014-\u301f\u3030\ufe30-\ufe4f\uff5f-\uff65]"
@@ -24,31 +25,32 @@ _END = 2.0**53  # integers below it are exact
 
 
 def normalise(text: str) -> str:
-    """The text in one spelling: a light form of Unicode's NFKC.
+    """Normalises a text: a subset of Unicode's NFKC, in lower case.
 
-    Per code point: full-width forms (U+FF01 to U+FF5E) as ASCII, letters in lower case, U+200B and U+FEFF removed. Runs of blanks become
-    one space, and the ends have none.
+    Converts full-width forms (U+FF01 to U+FF5E) to ASCII and letters to lower case, removes U+200B and U+FEFF, collapses runs of
+    whitespace to one space, and strips both ends.
     """
     text = text.translate(_WITHOUT_INVISIBLE)
-    # Of a whole text, `lower` writes a final sigma in another way than of each code point.
+    # `str.lower` on a string converts a final Σ to ς. The other SDKs convert code points one by one, so do the same here.
     lowered = "".join(map(str.lower, text)) if "Σ" in text else text.lower()
     return _BLANKS.sub(" ", lowered).strip(" ")
 
 
 def units(text: str) -> list[str]:
-    """The units of a normalised text: a run of ASCII letters and digits, or one other character. Blanks and punctuation are left out."""
+    """The units of the normalised text: each run of ASCII letters and digits, and each other character. Whitespace and punctuation are
+    dropped."""
     return _UNIT.findall(normalise(text))
 
 
 def number(text: str) -> float | None:
-    """The value of a text that is one number: ``三百二十``, ``一万零五``, ``两千三`` (2300), ``二〇二四`` (2024), ``三点五``, ``3.5万``, ``１２``,
-    ``负二``, ``百分之五`` (0.05). ``None`` for any other text, and for values of 2^53 or more."""
+    """Parses a text that is one number: ``三百二十``, ``一万零五``, ``两千三`` (2300), ``二〇二四`` (2024), ``三点五``, ``3.5万``, ``１２``,
+    ``负二``, ``百分之五`` (0.05). ``None`` for any other text and for values of 2^53 or more."""
     return _value(text.translate(_HALF_WIDTH))
 
 
 def numbers(text: str) -> list[float]:
-    """The values of the numbers in a text, in order. At each place the longest one of at most 32 characters counts, so that ``一万零五`` is
-    one number. A numeral within a word (``一起``) counts too."""
+    """Finds all numbers in a text, in order. At each position the longest number of at most 32 characters is taken: ``一万零五`` is one
+    number. Numerals within words (``一起``) are found too."""
     text, values, start = text.translate(_HALF_WIDTH), [], 0
     while start < len(text):
         end = start
@@ -92,7 +94,7 @@ def _unsigned(text: str) -> float | None:
 
 
 def _whole(text: str) -> float | None:
-    """A number in Chinese numerals without a fraction."""
+    """An integer in Chinese numerals."""
     if text and all(character in _DIGITS for character in text):
         value = 0.0
         for character in text:
@@ -130,7 +132,7 @@ def _whole(text: str) -> float | None:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance in code points: the fewest insertions, deletions and replacements of one that make ``b`` of ``a``."""
+    """Levenshtein distance in code points: the least number of insertions, deletions and substitutions that convert ``a`` to ``b``."""
     row = list(range(len(b) + 1))
     for i, of_a in enumerate(a, 1):
         diagonal, row[0] = row[0], i
@@ -142,7 +144,7 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def rouge_l(a: str, b: str) -> float:
-    """ROUGE-L of the :func:`units`: 2 lcs / (n + m), the F1 of the longest common subsequence; 0 where one text has no units.
+    """ROUGE-L F1 over :func:`units`: 2 lcs / (n + m), with the length lcs of the longest common subsequence. 0 if a text has no units.
 
     Chin-Yew Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004, equations 2 to 4 with beta = 1.
     """
@@ -160,24 +162,24 @@ def rouge_l(a: str, b: str) -> float:
 
 
 def jaccard(a: str, b: str, n: int) -> float:
-    """Jaccard similarity of the sets of ``n``-grams of :func:`units`; 0 where both sets are empty. ``n`` is 1 or more."""
+    """Jaccard similarity of the sets of ``n``-grams over :func:`units`; 0 if both sets are empty. ``n`` is at least 1."""
     of_a, of_b = set(_ngrams(a, n)), set(_ngrams(b, n))
     n_union = len(of_a | of_b)
     return len(of_a & of_b) / n_union if n_union else 0.0
 
 
 def repetition(text: str, n: int) -> float:
-    """Share of the ``n``-grams of :func:`units` that occurred before in the text, 0 to 1: 1 - distinct / all; 0 where there is none.
+    """Share of repeated ``n``-grams over :func:`units`, 0 to 1: 1 - distinct / all. 0 without ``n``-grams. ``n`` is at least 1.
 
-    seq-rep-n of Welleck et al., "Neural Text Generation with Unlikelihood Training", 2020, equation 11. ``n`` is 1 or more.
+    seq-rep-n of Welleck et al., "Neural Text Generation with Unlikelihood Training", 2020, equation 11.
     """
     ngrams = _ngrams(text, n)
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
 def soft_overlong(length: int, max_length: int, buffer: int) -> float:
-    """Penalty of an overlong response, -1 to 0: 0 up to ``max_length - buffer``, then falling linearly to -1 at ``max_length``, and -1
-    above it. ``buffer`` is at most ``max_length``; the unit of the lengths is the caller's.
+    """Soft overlong penalty, -1 to 0: 0 up to ``max_length - buffer``, then linear to -1 at ``max_length``, and -1 above. ``buffer`` is at
+    most ``max_length``. The three arguments have the same unit, for example tokens or characters.
 
     Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025, equation 13.
     """

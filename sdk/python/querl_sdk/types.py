@@ -1,4 +1,4 @@
-"""Types that several kinds of plugin share. What is unknown is ``None``, never an empty text or 0."""
+"""Data types shared by the kinds of plugins. Unknown values are ``None``, never an empty string or 0."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _R = TypeVar("_R", bound="Record")
 FailureKind = Literal[
     "timeout", "unreachable", "unauthorized", "rejected", "rate_limited", "server_error", "invalid_response", "not_recorded"
 ]
-"""The kinds of failure of an external call that this version of the contract names; a later host may send others."""
+"""Kinds of failures of external calls in this version of the contract. A later host may send others."""
 
 Scalar = str | float | bool
 ColumnValue = str | float | bool | list[Scalar]
-"""A cell of the query's row."""
+"""A cell of the query table."""
 
 
 class Record:
-    """Base of the records of an episode.
+    """Base class of the records in an episode.
 
-    One that comes as JSON keeps its JSON object, and builds each attribute at the first access: most rewards read a few.
+    A record that was decoded from JSON keeps the JSON object and converts each attribute at its first access, because most rewards
+    read only a few attributes.
     """
 
     _json: dict[str, Any]
@@ -34,7 +35,7 @@ class Record:
 
     @classmethod
     def from_json(cls: type[_R], value: dict[str, Any]) -> _R:
-        """The record of a JSON object in the encoding of ``json-rewards.wit``."""
+        """Creates the record from a JSON object in the encoding of ``json-rewards.wit``."""
         record = cls.__new__(cls)
         record._json = value
         return record
@@ -52,12 +53,12 @@ class Record:
 
 @dataclass
 class Context(Record):
-    """Who asks, and what was said before."""
+    """User profile and conversation history."""
 
     user_profile: str | None = None
-    """用户画像."""
+    """用户画像, description of the user."""
     history_summary: str | None = None
-    """历史摘要; ``None`` at the start of a conversation."""
+    """历史摘要, summary of the conversation so far; ``None`` at the start of a conversation."""
 
 
 @dataclass
@@ -67,29 +68,29 @@ class Hit(Record):
     id: str | None = None
     """Id of the passage."""
     text: str = ""
-    """The passage."""
+    """Text of the passage."""
     reranker_score: float = 0.0
-    """How well the passage answers the original query in its context, 0 to 1."""
+    """Relevance of the passage to the original query in its context, 0 to 1."""
     retrieval_score: float | None = None
-    """First-stage score on the scale of the index."""
+    """First-stage retrieval score; its scale depends on the index."""
     rank: int = 1
-    """1 for the best hit, then 2, 3 and so on."""
+    """Rank of the hit, from 1 (best)."""
 
 
 @dataclass(slots=True)
 class CallFailure:
-    """Why an external call gave no result. Never to be read as a low value."""
+    """A failed external call (retrieval or judge). Do not treat it as a low score."""
 
     kind: FailureKind | str
     message: str = ""
-    """One sentence for a person. Its wording may change: do not parse it."""
+    """One sentence for people. Do not parse it: the wording may change."""
 
 
 class Rejection(Exception):
-    """Raised where a plugin gives no result for one item. The item is dropped and counted; it is not a result of 0.
+    """Raised by a plugin that cannot compute a result for one item. querl drops and counts the item; that is not a score of 0.
 
-    ``code`` is for counting, 1 to 64 of ``a`` to ``z``, ``0`` to ``9``, ``_``, and stable over versions. ``detail`` is one
-    sentence for a person and may be empty.
+    ``code`` is used for counting: 1 to 64 characters of ``a`` to ``z``, ``0`` to ``9``, ``_``, the same in all versions of the plugin.
+    ``detail`` is one sentence for people and may be empty.
     """
 
     def __init__(self, code: str, detail: str = "") -> None:
@@ -114,9 +115,9 @@ class JudgeScore:
     """A judge's score of one rewrite."""
 
     score: float
-    """综合得分, 0 to 5."""
+    """综合得分, overall score, 0 to 5."""
     reason: str = ""
-    """Why, in words."""
+    """The judge's explanation."""
 
 
 @dataclass(slots=True)
@@ -124,37 +125,37 @@ class StyleProbability:
     """One class of a style distribution."""
 
     label: str
-    """The class, for example 售前."""
+    """Name of the class, for example 售前."""
     probability: float
-    """0 to 1; a distribution sums to 1."""
+    """0 to 1. The probabilities of all classes sum to 1."""
 
 
 @dataclass
 class Candidate(Record):
-    """A rewrite with what is known of it: the policy's, or the teacher's."""
+    """A rewrite of the policy or the teacher, with its retrieval hits, judge score and style."""
 
     rewrite: str | None = None
-    """The parsed rewrite, never blank; ``None`` where the response contains no rewrite."""
+    """The parsed rewrite, never blank; ``None`` if the response contains no rewrite."""
     retrieval: list[Hit] | CallFailure | None = None
-    """Hits, best first, perhaps none, or why there is no result. ``None`` where the rewrite was not looked up: the plugin does not
-    declare ``retrieval``, or the run has none. Without a rewrite there are no hits."""
+    """Retrieved passages, best first (may be empty), or the failure of the call. ``None`` if the plugin does not declare ``retrieval``
+    or the run has no retrieval. Empty if there is no rewrite."""
     judgement: JudgeScore | CallFailure | None = None
-    """The judge's score, or why there is none. ``None`` where the rewrite was not judged: the plugin does not declare ``judgement``,
-    or it was not sampled."""
+    """The judge's score, or the failure of the call. ``None`` if the plugin does not declare ``judgement``, or if the episode was not
+    in the share that is judged."""
     style: list[StyleProbability] | None = None
-    """Style distribution; ``None`` where the plugin does not declare ``style``, or there is no rewrite."""
+    """Class probabilities of the style model; ``None`` if the plugin does not declare ``style`` or there is no rewrite."""
     n_tokens: int | None = None
-    """Tokens generated, end of sequence included."""
+    """Number of generated tokens, including the end-of-sequence token."""
     finish_reason: Literal["stop", "length"] | str | None = None
-    """Why generation ended: ``stop``, ``length`` (the token limit), or a service's name of another reason."""
+    """Why generation ended: ``stop``, ``length`` (token limit), or another reason as named by the service."""
 
     @property
     def is_truncated(self) -> bool:
-        """True where the token limit ended the response."""
+        """True if the token limit ended the response."""
         return self.finish_reason == "length"
 
     def hits(self, side: str) -> list[Hit]:
-        """The hits. Raises the rejection ``{side}_retrieval_failed`` for a failed call, ``{side}_retrieval_missing`` without one."""
+        """The hits. Raises the rejection ``{side}_retrieval_failed`` if retrieval failed, ``{side}_retrieval_missing`` if it is ``None``."""
         if isinstance(self.retrieval, CallFailure):
             raise Rejection(f"{side}_retrieval_failed", self.retrieval.message)
         if self.retrieval is None:
@@ -163,7 +164,7 @@ class Candidate(Record):
         return self.retrieval
 
     def judged(self, side: str) -> JudgeScore | None:
-        """The judge's score, ``None`` where the rewrite was not judged. Raises ``{side}_judgement_failed`` for a failed call."""
+        """The judge's score; ``None`` if not judged. Raises the rejection ``{side}_judgement_failed`` if the judge failed."""
         if isinstance(self.judgement, CallFailure):
             raise Rejection(f"{side}_judgement_failed", self.judgement.message)
         return self.judgement
@@ -189,58 +190,58 @@ class Message:
 
     @classmethod
     def system(cls, content: str) -> Message:
-        """A system message: sets the task."""
+        """A message with the role system."""
         return cls(Role.SYSTEM, content)
 
     @classmethod
     def user(cls, content: str) -> Message:
-        """A user's message."""
+        """A message with the role user."""
         return cls(Role.USER, content)
 
     @classmethod
     def assistant(cls, content: str) -> Message:
-        """An assistant's message."""
+        """A message with the role assistant."""
         return cls(Role.ASSISTANT, content)
 
     @classmethod
     def from_json(cls, value: dict[str, str]) -> Message:
-        """The message of a JSON object."""
+        """Creates the message from a JSON object."""
         return cls(_ROLES[value["role"]], value["content"])
 
 
 @dataclass
 class Episode(Record):
-    """One response of the policy to one query. Parts that the plugin does not declare are ``None``, or no columns."""
+    """One response of the policy to one query. Inputs that the plugin does not declare are ``None`` (``columns``: empty)."""
 
     id: str = ""
     """Unique in a run."""
     group_id: str = ""
-    """The same for all samples of one query in one batch of rollouts."""
+    """Equal for all samples of one query in one rollout batch."""
     sample_index: int = 0
-    """Index of the response among the samples of its group, from 0."""
+    """Index of the response in its group, from 0."""
     step: int | None = None
     """Training step of the rollout, from 0; ``None`` outside of training."""
     split: Literal["train", "validation", "test"] | str | None = None
-    """The split of the query's row."""
+    """The split that the query belongs to."""
     query: str = ""
-    """What the user typed."""
+    """The user's query."""
     context: Context = field(default_factory=Context)
-    """Who asks, and what was said before."""
+    """User profile and conversation history."""
     gold_ids: list[str] | None = None
-    """Ids of passages known to answer the query."""
+    """Ids of the gold passages: those known to answer the query."""
     columns: dict[str, ColumnValue] = field(default_factory=dict)
-    """The other columns of the query's row, in the order of the table. Needs ``columns``."""
+    """The other columns of the query table, in the table's order. Needs the input ``columns``."""
     prompt: list[Message] | None = None
-    """The messages that the policy answered. Needs ``prompt``."""
+    """The prompt of the policy, as messages. Needs the input ``prompt``."""
     response: str | None = None
-    """The raw text that the policy generated, before it is parsed; may be empty. Needs ``response``."""
+    """The unparsed text that the policy generated; may be empty. Needs the input ``response``."""
     policy: Candidate = field(default_factory=Candidate)
     """The policy's rewrite, parsed from ``response``."""
     baseline: Candidate | None = None
-    """The teacher's rewrite of the same query. Needs ``baseline``."""
+    """The teacher's rewrite of the same query. Needs the input ``baseline``."""
 
     def baseline_or_reject(self) -> Candidate:
-        """The teacher's rewrite. Raises the rejection ``baseline_missing`` where the episode has none."""
+        """The teacher's rewrite. Raises the rejection ``baseline_missing`` if the episode has none."""
         if self.baseline is None:
             raise Rejection("baseline_missing", "the episode has no teacher's rewrite, or the plugin does not declare `baseline`")
         return self.baseline
@@ -260,7 +261,7 @@ def _context(value: dict[str, Any]) -> Context:
 
 
 def call_failure(value: dict[str, str]) -> CallFailure:
-    """The failure of a JSON object."""
+    """Creates the failure from a JSON object."""
     return CallFailure(value["kind"], value["message"])
 
 
@@ -281,7 +282,7 @@ def _judgement(value: dict[str, Any]) -> JudgeScore | CallFailure | None:
 
 
 def distribution(values: list[dict[str, Any]] | None) -> list[StyleProbability] | None:
-    """A style distribution of JSON objects."""
+    """Creates class probabilities from JSON objects."""
     return None if values is None else [StyleProbability(each["label"], float(each["probability"])) for each in values]
 
 
@@ -291,7 +292,7 @@ def _columns(value: dict[str, Any]) -> dict[str, ColumnValue]:
 
 
 def _cell(cell: Any) -> Any:
-    """Numbers are floats, also where JSON has no decimal point."""
+    """Converts all numbers to float, also those without a decimal point in JSON."""
     kind = type(cell)
     return float(cell) if kind is int else [_cell(entry) for entry in cell] if kind is list else cell
 
@@ -329,8 +330,8 @@ Episode._READERS = {
     "policy": lambda value: Candidate.from_json(value["policy"]),
     "baseline": _baseline,
 }
-# Without the defaults in the class, an attribute that is not built yet is found missing at once. Slots would raise an exception first, at four
-# times the cost.
+# Class-level defaults would hide missing attributes from `__getattr__`, so remove them. Slots would work too, but a missing slot raises an
+# exception first, which takes four times as long.
 for _record in (Context, Hit, Candidate, Episode):
     for _field in fields(_record):
         if _field.name in vars(_record):

@@ -23,7 +23,7 @@ pub const CONTRACTS: [Version; 2] = [Version::new(0, 1, 0), CONTRACT];
 pub const BUNDLE_FORMAT: u64 = 1;
 /// The manifest's name in a plugin's folder and in a bundle.
 pub(crate) const FILE_NAME: &str = "plugin.toml";
-/// Larger manifests do not fit in a bundle.
+/// Maximum size of a manifest: the limit for text files of a bundle.
 const LARGEST_BYTES: u64 = ArchiveLimits::DEFAULT.text_bytes;
 
 querl_core::named_enum! {
@@ -293,7 +293,7 @@ fn write_section(text: &mut String, name: &str, keys: Vec<(&str, Value)>) {
     }
     text.push_str(&format!("[{name}]\n"));
     for (key, value) in keys {
-        // One key at a time keeps our order, whatever order the library's table has.
+        // Written key by key, because the library's table may have another order of keys.
         let line = Table::from_iter([(key.to_owned(), value)]);
         text.push_str(&line.to_string());
     }

@@ -22,8 +22,8 @@ const TAGS_TIMEOUT: Duration = Duration::from_secs(120);
 const MOST_TAGS: usize = 10_000;
 /// Timeout of a whole push or pull: 72 MiB at 350 kbit/s.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(1800);
-/// Most memory that the process may grow by during a push or pull: oci-client reads manifests, lists of tags, tokens and errors whole,
-/// however long they are.
+/// Maximum growth of the process's memory during a push or pull: oci-client reads manifests, lists of tags, tokens and errors into memory
+/// without a limit.
 const MAX_MEMORY_BYTES: u64 = 512 << 20;
 /// How often the memory of the process is read.
 const POLL: Duration = Duration::from_millis(10);
@@ -57,7 +57,7 @@ async fn within<T>(
     limit: Duration,
     operation: impl Future<Output = Result<T, RegistryError>>,
 ) -> Result<T, RegistryError> {
-    // In a box, since a call to a registry is a large state machine.
+    // Boxed, because the future of a registry call is large.
     tokio::time::timeout(limit, Box::pin(operation)).await.unwrap_or_else(|_| {
         let message = format!("the registry took more than {} seconds; try again later", limit.as_secs_f64());
         Err(RegistryError::at(location, message))
@@ -93,7 +93,7 @@ impl<'a> Caller<'a> {
             );
             return Err(RegistryError::at(location, message));
         }
-        // Fails where a provider is installed already, which is as good.
+        // Fails if a provider is already installed, which is sufficient.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let config = ClientConfig {
             protocol: if is_plain { ClientProtocol::Http } else { ClientProtocol::Https },
@@ -144,7 +144,7 @@ impl<'a> Caller<'a> {
 
     async fn pages_of_tags(&self) -> Result<Option<HashSet<String>>, RegistryError> {
         const PAGE: usize = 1000;
-        // Some registries make smaller pages than was asked for.
+        // Some registries return smaller pages than requested.
         const MOST_PAGES: usize = 100;
         let reference = self.location.tagged("latest".to_owned());
         let mut tags = HashSet::new();
@@ -156,7 +156,7 @@ impl<'a> Caller<'a> {
                 Err(error) if is_absent(&error) => return Ok(None),
                 Err(error) => return Err(RegistryError::call(self.location, &error)),
             };
-            // Some registries ignore pages: the end is where nothing is new.
+            // Some registries ignore paging: a page without new tags ends the list.
             let n_before = tags.len();
             last = page.last().cloned();
             tags.extend(page);
@@ -183,7 +183,7 @@ impl<'a> Caller<'a> {
         if u64::try_from(layer.size).is_ok_and(|size| size > limit) {
             return Err(too_large());
         }
-        // Without the layer's `urls`: the registry has the content, and no other server is asked.
+        // Without the layer's `urls`, so that the content is read from the registry and not from another server.
         let layer = OciDescriptor { urls: None, ..layer.clone() };
         let stream = self.client.pull_blob_stream(reference, &layer).await;
         let mut stream = stream.map_err(|error| RegistryError::call(self.location, &error))?;
@@ -339,7 +339,7 @@ pub(crate) fn excerpt(text: &str) -> String {
 mod tests {
     use super::*;
 
-    /// It need not fall silent: a byte now and then would keep any other timeout away.
+    /// A registry that sends a byte from time to time never reaches the read timeout; the total timeout must end it.
     #[tokio::test]
     async fn registry_that_never_comes_to_an_end_is_given_up() {
         let location = RegistryReference::parse("localhost/a").unwrap();

@@ -84,12 +84,12 @@ fn found(
             );
             Err(RegistryError::at(location, message))
         }
-        // A file that is there and cannot be understood; what it holds is not shown.
+        // The file exists but is invalid; its content is not shown.
         Err(CredentialRetrievalError::CredentialDecodingError | CredentialRetrievalError::MalformedHelperResponse) => {
             let message = format!("what docker keeps for {host} cannot be read; run `docker login {host}` again");
             Err(RegistryError::at(location, message))
         }
-        // No file, no entry, or a helper that knows none, which it tells by failing.
+        // No file, no entry, or a helper without credentials for the host, which exits with an error.
         Err(_) => Ok(Credentials::anonymous()),
     }
 }

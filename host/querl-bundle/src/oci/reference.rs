@@ -37,7 +37,7 @@ impl RegistryReference {
             Some((repository, version)) => (repository, Some(version)),
             None => (rest, None),
         };
-        // The library's grammar of repositories; the host is a name that it takes for one.
+        // Checks the repository with the library's grammar, which requires a host.
         let parsed = Reference::try_from(format!("localhost/{repository}")).ok();
         let fits = parsed.is_some_and(|reference| reference.repository() == repository && reference.digest().is_none());
         if !is_host(host) || !fits {

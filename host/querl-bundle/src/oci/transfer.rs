@@ -255,7 +255,7 @@ async fn refuse_replacement(
             return taken("other content");
         }
         let (_, there) = bundle_of(caller, location, &bundle_at, &manifest).await?;
-        // The annotation is the registry's word; the content is what is replaced.
+        // The annotation is not verified, so the content itself is compared.
         if there.digest() != bundle.digest() {
             return taken("other content");
         }

@@ -1,4 +1,4 @@
-//! A plugin's folder, and archives made by hand.
+//! Helpers: a plugin's folder, and archives built entry by entry.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use sha2::{Digest, Sha256};

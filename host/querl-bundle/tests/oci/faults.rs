@@ -1,4 +1,4 @@
-//! Registries that fail or lie, on loopback.
+//! Registries on loopback that fail or send wrong data.
 
 use crate::common::{TestPlugin, bundle, location};
 use querl_bundle::oci::{Credentials, RegistryReference, Transport, pull, push, versions};
@@ -48,7 +48,7 @@ fn digest(bytes: &[u8]) -> String {
     format!("sha256:{}", hex::encode(Sha256::digest(bytes)))
 }
 
-/// Answers with the manifest and the archive of `bytes`, as pushing them would have left them.
+/// Serves the manifest and the archive of `bytes`, as after a push.
 async fn serve_bundle(server: &MockServer, bytes: &[u8]) {
     let bundle = Bundle::from_bytes(bytes, "test").unwrap();
     let annotations = json!({ "querl.bundle.digest": bundle.digest() });
@@ -62,7 +62,7 @@ fn layer(content: &[u8]) -> serde_json::Value {
 
 #[tokio::test]
 async fn registry_that_is_not_there_is_reported_with_the_remedy() {
-    // A port that was free a moment ago.
+    // A port on which nothing listens.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let host = listener.local_addr().unwrap().to_string();
     drop(listener);
@@ -99,7 +99,7 @@ async fn bundle_that_is_too_large_is_not_read_to_its_end() {
     announced["size"] = json!(100 << 20);
     serve_manifest(&server, announced).await;
     assert!(pulled(&server).await.contains("larger than the 75497472 bytes that are read"));
-    // One that lies about its size.
+    // A layer with a wrong size.
     let server = MockServer::start().await;
     let mut small = layer(b"x");
     small["size"] = json!(1);
@@ -144,7 +144,7 @@ async fn push_that_would_lose_a_signature_is_refused_and_uploads_nothing() {
     }
     let is_upload = |request: &wiremock::Request| ["POST", "PUT", "PATCH"].contains(&request.method.as_str());
     assert!(!server.received_requests().await.unwrap().iter().any(is_upload));
-    // One more signature gets as far as uploading, which this registry refuses.
+    // Adding a signature is allowed, so the push reaches the upload, which this registry rejects.
     let more = sign(&there, &keys[1]).unwrap();
     let error = push(&more, &place(&server), &Credentials::anonymous(), Transport::Secure).await.unwrap_err();
     assert!(!error.to_string().contains("would be lost"), "{error}");
@@ -204,7 +204,7 @@ async fn tags_without_end_are_refused() {
 
 #[tokio::test]
 async fn credentials_are_not_sent_over_plain_http_to_another_machine() {
-    // A documentation address: a connection to it times out.
+    // An address reserved for documentation: connecting to it times out.
     let elsewhere = location("192.0.2.1", "reward-brevity");
     let ours = Credentials::basic("tester", "geheim-4711");
     let error = versions(&elsewhere, &ours, Transport::PlainHttp).await.unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Against real registry processes on loopback, which `tests/registry/run.sh` starts.
+//! Tests with real registry processes on loopback, which `tests/registry/run.sh` starts.
 
 use crate::common::{TestPlugin, bundle, location};
 use oci_client::Client;
@@ -8,7 +8,7 @@ use oci_client::secrets::RegistryAuth;
 use querl_bundle::oci::{Credentials, RegistryReference, Transport, pull, push, versions};
 use querl_bundle::{SigningKey, sign};
 
-/// A repository of this test's own in the registry that anybody may write to.
+/// A repository used only by this test, in the registry without access control.
 fn open(repository: &str) -> RegistryReference {
     let host = std::env::var("QUERL_TEST_REGISTRY").expect("run tests/registry/run.sh, which starts the registry");
     location(&host, &format!("{repository}/reward-brevity"))
@@ -132,7 +132,7 @@ async fn signatures_are_not_lost_by_pushing_a_bundle_without_them() {
         );
         assert_eq!(pull(&place, &nobody(), Transport::Secure).await.unwrap().bytes, signed);
     }
-    // As the sentence says.
+    // Follows the remedy in the error message.
     let both = sign(&pull(&place, &nobody(), Transport::Secure).await.unwrap().bytes, &two).unwrap();
     push(&both, &place, &nobody(), Transport::Secure).await.unwrap();
     assert_eq!(pull(&place, &nobody(), Transport::Secure).await.unwrap().bytes, both);

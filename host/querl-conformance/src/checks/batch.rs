@@ -136,7 +136,7 @@ fn same(form: &str, batch: &[Episode], packed: &Answers, records: &Answers) -> R
                 None => Ok(()),
             }
         }
-        // The forms cost different fuel and memory; other checks tell of a limit that is hit.
+        // The forms use different amounts of fuel and memory; other checks report an exceeded limit.
         (Err(fault), _) | (_, Err(fault)) if fault.kind == FaultKind::Limit => Ok(()),
         (Err(packed), Err(records)) if packed.kind == records.kind => Ok(()),
         (packed, records) => {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 const RULE: &str = "a cell without a value is left out, and a column has the type of its table, text where that is CSV: a result or a \
                     rejection follows, never a fault, and always the same";
 
-/// Golden cases that are tried for a column; recorded episodes may be many, with many columns.
+/// Maximum number of golden cases tried per column: there may be many recorded episodes with many columns.
 const MAX_CASES: usize = 8;
 
 pub(crate) fn check(subject: &Subject<'_>, kind: PluginKind, cases: &[Case], section: &mut Section) {
@@ -57,7 +57,7 @@ fn of_cases(subject: &Subject<'_>, cases: &[&GoldenCase<HostTypes>]) -> CheckRes
             *n_tried <= MAX_CASES
         });
         let functions = Some(Arc::new(RecordedCalls(case.calls.clone())) as Arc<dyn HostFunctions>);
-        // Settings that the plugin refuses fail the golden case itself.
+        // If the plugin rejects the settings, the golden case itself fails.
         match &case.body {
             GoldenBody::Filter(samples, _) => {
                 let Ok(port) = subject.filter_with(&case.settings, functions) else { continue };
@@ -79,7 +79,7 @@ fn of_cases(subject: &Subject<'_>, cases: &[&GoldenCase<HostTypes>]) -> CheckRes
     Ok(format!("{} of golden cases, absent and of each type", n_tried.into_keys().collect::<Vec<_>>().join(", ")))
 }
 
-/// What a cell may be, with its name in reports.
+/// Possible values of a cell, with their names in reports; `None` for an absent column.
 fn values() -> [(&'static str, Option<ColumnValue>); 7] {
     let items = vec![Scalar::Text("鱼油".into()), Scalar::Number(2.5), Scalar::Flag(false)];
     [

@@ -41,7 +41,7 @@ pub(crate) fn check(subject: &Subject<'_>, section: &mut Section) {
         "a key that the user set and that check-settings does not read is reported to the user as unknown",
         || refused(subject, UNKNOWN, &Value::Integer(1)).map(|()| String::new()),
     );
-    // The host compares plugin.toml with the description, which a component of contract 0.2 has without it too.
+    // The host compares plugin.toml with the description; a component of contract 0.2 has a description even without plugin.toml.
     let described = subject.plugin.description().settings.as_ref();
     let why = match described.or(subject.plugin.manifest().map(|manifest| &manifest.settings)) {
         None => NO_MANIFEST,

@@ -130,7 +130,7 @@ fn with_texts() -> Vec<Episode> {
             episode.response = Some(text.into());
             episode.columns = Columns(vec![("文".into(), ColumnValue::Text(text.into()))]);
             for candidate in both(episode) {
-                // A rewrite is never blank: a response without one has none.
+                // A rewrite is never blank: a response without a rewrite has an empty one.
                 candidate.rewrite = if text.trim().is_empty() { String::new() } else { text.into() };
                 candidate.judgement = scored(3.0, text);
                 candidate.style = Some(vec![StyleProbability { label: text.into(), probability: 1.0 }]);

@@ -136,7 +136,7 @@ mod tests {
         let episodes = episodes::groups().into_iter().flat_map(|group| group.items).chain(episodes::batch(64));
         let mut ids = BTreeSet::new();
         for episode in episodes {
-            // Not as a `Value`, which would sort the columns.
+            // Not through a `Value`, which would sort the columns.
             let json = serde_json::to_string(&episode).unwrap();
             let line = format!(r#"{{"format": {}, "episode": {json}}}"#, querl_core::records::EpisodeRecord::FORMAT);
             let read = querl_core::episodes::parse(line.as_bytes(), 1);

@@ -70,7 +70,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // A host that has ended already, or has to be ended.
+        // An error means that the host has already exited.
         let _ended = self.child.kill();
         let _status = self.child.wait();
     }

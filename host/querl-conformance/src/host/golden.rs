@@ -94,7 +94,7 @@ impl<const FORMAT: u32> GoldenTypes for JsonTypes<FORMAT> {
 
     fn episode(value: Value) -> Result<Value, String> {
         HostTypes::episode(value.clone())?;
-        // As a line of a record, which completes what a case may leave out.
+        // Deserialized as a line of an episode file, which fills in the optional fields of a case.
         let line = json!({"format": FORMAT, "episode": value}).to_string();
         let read = episodes::parse(line.as_bytes(), 1)?.ok_or("`episode` is blank")?;
         serde_json::to_value(read.episode).map_err(|error| error.to_string())
@@ -122,7 +122,7 @@ impl<const FORMAT: u32> GoldenTypes for JsonTypes<FORMAT> {
     }
 }
 
-/// A sample with what a case may leave out: context, hits, ranks.
+/// A sample with defaults for the optional fields of a case: context, hits, ranks.
 fn sample(mut value: Value) -> Result<Value, String> {
     let fields = value.as_object_mut().ok_or("a sample is no object")?;
     fields.entry("context").or_insert_with(|| json!({}));
@@ -132,7 +132,7 @@ fn sample(mut value: Value) -> Result<Value, String> {
     serde_json::to_value(sample).map(present).map_err(|error| error.to_string())
 }
 
-/// Without what is unknown: null, and empty texts where a table has no cell.
+/// Removes unknown values: null, and empty texts that stand for a missing cell of a table.
 fn present(mut value: Value) -> Value {
     let fields = value.as_object_mut().into_iter().flatten();
     for (name, field) in fields {
@@ -160,7 +160,7 @@ impl Session<'_> {
         match self.load_golden(plugin, &json!({})) {
             Ok(contract) if contract.starts_with("0.1.") => self.golden_cases::<2>(plugin),
             Ok(_) => self.golden_cases::<3>(plugin),
-            // A plugin may need settings, which its cases have.
+            // The plugin may have required settings, which its golden cases contain.
             Err(_) => self.golden_cases::<3>(plugin),
         }
     }

@@ -83,7 +83,7 @@ impl Session<'_> {
         self.client.ask(request).map_err(|error| Violation::new(request.to_string(), error))
     }
 
-    /// Writes a component and loads it.
+    /// Writes a component to a file and loads it in the host.
     fn load(&mut self, name: &str, component: &[u8], settings: &Value, limits: &Value) -> Result<Reply, Violation> {
         let path = self.folder.join(format!("{name}.wasm"));
         std::fs::write(&path, component)
@@ -91,7 +91,7 @@ impl Session<'_> {
         self.ask(&json!({"op": "load", "component": path, "settings": settings, "limits": limits}))
     }
 
-    /// Loads a component that has to load.
+    /// Like [`Self::load`], but a failure is a violation.
     fn loaded(&mut self, name: &str, component: &[u8], settings: &Value, limits: &Value) -> Result<Value, Violation> {
         match self.load(name, component, settings, limits)? {
             Reply::Ok(value) => Ok(value),
@@ -127,7 +127,7 @@ impl Session<'_> {
         }
     }
 
-    /// A plain score, after a fault.
+    /// Checks that the host still scores with the plain probe after a fault.
     fn works(&mut self) -> Result<(), Violation> {
         self.loaded("plain", Probe::Plain.component(), &json!({}), &json!({}))?;
         let request = json!({"op": "score", "episodes": [cases::bare_episode("after", "0.25")]});
@@ -136,7 +136,7 @@ impl Session<'_> {
         agrees(&json!({"after": "a fault", "request": request}), &reply, &expected)
     }
 
-    /// Components that a host accepts or refuses, whatever their settings.
+    /// Checks of components that a host must accept or reject independently of their settings.
     fn loading(&mut self) {
         let plain = Probe::Plain.component();
         let of_version = |version: &str| replaced(plain, "@0.2.0", version);
@@ -236,8 +236,8 @@ fn agrees(sent: &Value, reply: &Reply, expected: &Expected) -> Result<(), Violat
     }
 }
 
-/// Whether `actual` is `expected`: numbers by their value, and a text that is JSON is as good as its value, since reports of the probes are
-/// texts. Without `is_exact`, objects may have more fields.
+/// Whether `actual` is `expected`: numbers are compared by value, and a text that is JSON equals the value that it encodes, because probes
+/// report texts. Without `is_exact`, objects may have more fields.
 fn matches(actual: &Value, expected: &Value, is_exact: bool) -> bool {
     match (actual, expected) {
         (Value::Number(a), Value::Number(b)) => match (a.as_u64(), b.as_u64()) {

@@ -157,7 +157,7 @@ struct Ports {
 }
 
 impl Ports {
-    /// Loads in a host of its own, since names of components are counted over the lifetime of a host.
+    /// Loads the plugin in a new host, because a host counts the names of components over its lifetime.
     fn open(load: Load, compiler: &Compiler) -> Result<Self, Fault> {
         let options = HostOptions {
             limits: load.limits,

@@ -1,4 +1,4 @@
-//! What the tests of this folder share.
+//! Helpers shared by the tests in this folder.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test file uses a part of this")]
 
 use querl_conformance::{Check, Outcome, Report, SuiteOptions};

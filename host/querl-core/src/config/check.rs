@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 use toml::Value;
 
-/// What a path must be.
+/// The required type of a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PathKind {
     File,
@@ -38,7 +38,7 @@ pub fn parse_model_name(name: &str) -> Option<(&str, &str)> {
     (is_name(organisation) && is_name(model) && is_revision).then_some((id, revision))
 }
 
-/// What relative paths are relative to: those of the file to its folder, those of flags to the current folder.
+/// The base folders of relative paths: the file's folder for paths in the file, the current folder for flags.
 #[derive(Clone, Copy)]
 pub(super) struct PathBases<'a> {
     document: &'a Document,
@@ -59,7 +59,7 @@ impl<'a> PathBases<'a> {
         }
     }
 
-    /// Where this folder is, in messages.
+    /// Description of this base folder, for messages.
     fn name_of(self, key: &str) -> &'static str {
         match self.document.origin(key) {
             Some(Origin::Flag(_)) => "in the current folder",
@@ -133,7 +133,7 @@ pub(super) fn resolve_paths(config: &mut Config, bases: PathBases<'_>, names: &[
     config.output_dir = absolute(&config.output_dir);
 }
 
-/// Absolute path of a folder that may not exist yet: the same from every current folder, whatever `..` it was given with.
+/// Absolute, normalised path of a folder that may not exist yet.
 fn absolute(path: &Path) -> PathBuf {
     let full = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     if !full.components().any(|component| component == Component::ParentDir) {
@@ -148,13 +148,13 @@ fn absolute(path: &Path) -> PathBuf {
     resolved.unwrap_or(full)
 }
 
-/// A registry reference stays as it is, and so does the name of a link to a folder that is called like a file: the plugin host
-/// refuses it.
+/// Resolves the path of a plugin. A registry reference is unchanged; so is the name of a link to a folder with a file-like name, which the
+/// plugin host refuses.
 fn resolve_plugin(path: &mut PathBuf, base: &Path) {
     if is_registry_reference(path) {
         return;
     }
-    // Without a trailing slash, which would follow a link.
+    // Removes a trailing slash, which would follow a link.
     let full: PathBuf = base.join(&*path).components().collect();
     let is_called_like_a_file = full
         .extension()
@@ -248,7 +248,7 @@ pub(super) fn check(config: &mut Config, unchecked: &[String], bases: PathBases<
     violations
 }
 
-/// Checks `model.path` alone, as [`check`] does.
+/// Checks only `model.path`, as [`check`] does.
 pub(super) fn check_model_path(config: &Config, bases: PathBases<'_>) -> Option<Violation> {
     check_path("model.path".into(), PathKind::ModelFolder, &config.model.path, bases)
 }
@@ -348,7 +348,7 @@ fn check_training(config: &Config, violations: &mut Vec<Violation>) {
     }
 }
 
-/// What a rollout server needs, and settings that it does not have or that mean something else there.
+/// Checks the requirements of a rollout server, and settings that it lacks or that have another meaning there.
 fn check_rollout(config: &Config, violations: &mut Vec<Violation>) {
     let RolloutConfig { engine, server, base_url, model, api_key_env, adapter, .. } = &config.rollout;
     check_url("rollout.base_url", base_url.as_deref(), violations);
@@ -420,7 +420,7 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
     let teacher_is = |kind| called_teacher == Some(kind);
     let embedding_is = |kind: EmbeddingKind| embedding.kind == kind;
     let rerank_is = |kind: RerankKind| rerank.kind == kind;
-    // Section, and the key that a kind needs.
+    // The section, and the key that the kind requires.
     let needed = [
         (teacher_is(TeacherKind::Recorded), "teacher", "recorded", "path", teacher.path.is_some()),
         (teacher_is(TeacherKind::Openai), "teacher", "openai", "base_url", teacher.base_url.is_some()),
@@ -519,7 +519,7 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
     let mut refuse = |key: &str, problem: &str| violations.push(Violation::of(key, problem));
     let RetrievalConfig { kind, service, mapping, rerank, .. } = retrieval;
     let is_mapped = *kind == RetrievalKind::Http && *service != ServiceKind::GeneralRag;
-    // A file may have both an address (client) and a knowledge base (`querl serve rag`), each with its settings.
+    // A file may have both a URL (for a client) and a knowledge base (for `querl serve rag`), each with its settings.
     let is_unused = if *kind == RetrievalKind::Http { !is_mapped } else { retrieval.url.is_none() };
     if is_unused && *mapping != MappingConfig::default() {
         let other = match kind {

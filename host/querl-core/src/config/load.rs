@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// Maximum size of a configuration file.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// Width of the residual below which a model is small. SmolLM-135M has 576.
+/// Hidden size below which a model is small. SmolLM-135M has 576.
 pub(super) const SMALL_HIDDEN_SIZE: u64 = 512;
 
 /// Defaults with a small model. A narrow model needs larger learning rates (with Adam they grow as the width falls: Yang et al. 2022,
@@ -137,7 +137,7 @@ pub fn load_with_file(path: &Path, overrides: &Overrides) -> Result<(Config, Con
     })?;
     let is_small = overrides.missing_model == MissingModel::Small || has_small_model(&document, path);
     let mut config = build(&document, path, overrides, is_small)?;
-    // Of a model that is named as on a hub the folder is known now.
+    // For a model name on a hub, the folder is known now.
     if !is_small && is_small_model(&config.model.path) {
         config = build(&document, path, overrides, true)?;
     }
@@ -168,7 +168,7 @@ impl ConfigFile {
     }
 }
 
-/// Whether the name of a file is one of a table, a dataset or a knowledge base.
+/// True if a file name is that of a table, a dataset or a knowledge base.
 fn is_data(path: &Path) -> bool {
     let ending = path.extension().unwrap_or_default();
     ["jsonl", "json", "csv", "tsv", "txt", "xlsx", "parquet"].iter().any(|known| ending.eq_ignore_ascii_case(known))
@@ -183,7 +183,7 @@ fn build(document: &Document, path: &Path, overrides: &Overrides, is_small: bool
     }
     let names = overrides.model_hub.map_or_else(Vec::new, |_| model_names(&mut config, bases));
     resolve_paths(&mut config, bases, &names);
-    // All other paths are relative to the file or stand in it, and it is UTF-8.
+    // All other paths are relative to the file or written in it, and it is UTF-8.
     for path in [std::path::absolute(path).unwrap_or_else(|_| path.into()), config.output_dir.clone()] {
         if path.to_str().is_none() {
             let message = "the path is not UTF-8 text; rename the file or folder".into();
@@ -215,7 +215,7 @@ pub fn load_resolved(path: &Path) -> Result<Config, ConfigError> {
     shaped(&document, path, false)
 }
 
-/// Whether the folder that a document names as `model.path` has a small model.
+/// True if the folder `model.path` of a document has a small model.
 fn has_small_model(document: &Document, path: &Path) -> bool {
     let model = document.table.get("model").and_then(|model| model.get("path")?.as_str());
     model.is_some_and(|model| is_small_model(&PathBases::new(document, path).of("model.path").join(model)))
@@ -323,8 +323,8 @@ fn without_default_limit(mut table: toml::Table) -> toml::Table {
     table
 }
 
-/// Adds the keys of [`SMALL_MODEL_DEFAULTS`] that a section does not have. An edit is one of a query: where nothing is retrieved, the policy
-/// writes answers. What adding the history does without training is compared where the policy can add it.
+/// Adds the keys of [`SMALL_MODEL_DEFAULTS`] that a section does not have. Edits apply to queries, so not without retrieval, where the
+/// policy writes answers. `with_history`, the effect of adding the history without training, is evaluated if the policy can add it.
 fn with_small_model_defaults(mut table: toml::Table) -> toml::Table {
     let defaults: toml::Table = SMALL_MODEL_DEFAULTS.parse().expect("the defaults are TOML");
     let is = |section: &str, key: &str, value: &str| {
@@ -420,7 +420,7 @@ path = "reward.wasm"
         folder
     }
 
-    /// A configuration with something in every section.
+    /// A configuration with values in every section.
     pub(in crate::config) fn example() -> Config {
         let folder = folder(GOOD);
         load(&folder.path().join("querl.toml"), &Overrides::default()).unwrap()
@@ -461,7 +461,7 @@ path = "reward.wasm"
         assert!(missing.contains("none\"; no such folder"), "{missing}");
         let answers = with_small_model_defaults("retrieval.kind = 'none'".parse().unwrap());
         assert_eq!((answers.get("data"), answers["rl"]["n_samples"].as_integer()), (None, Some(8)));
-        // A run's own configuration has every key.
+        // The configuration that a run writes has every key.
         let resolved = folder.path().join("resolved.toml");
         std::fs::write(&resolved, with(192, &["rl.n_samples=4", "data.rewrite_form=full"]).to_toml()).unwrap();
         let read = load(&resolved, &Overrides::default()).unwrap();
@@ -483,7 +483,7 @@ path = "reward.wasm"
         assert_eq!((unknown.data.rewrite_form, unknown.model.path), (RewriteForm::Full, "shop/tiny".into()));
     }
 
-    /// Symptom: of a folder that was not made yet the message said only what a hub lacks.
+    /// Symptom: for a folder that did not exist yet, the message mentioned only the hub.
     #[test]
     fn a_missing_folder_whose_path_is_also_a_name_on_a_hub_is_named_as_both() {
         let folder = folder(&GOOD.replace("\"tiny\"", "\"shop/tiny\""));
@@ -498,7 +498,7 @@ path = "reward.wasm"
         assert!(refusal(&[]).contains(expected), "{}", refusal(&[]));
         let flag = refusal(&["model.path=shop/small"]);
         assert!(flag.contains("no such folder in the current folder; taken as a model's name on a hub"), "{flag}");
-        // Symptom: of a model of retrieval, `querl plan` named the key, and not the line.
+        // Symptom: for a retrieval model, `querl plan` reported the key without the line.
         let path = folder.path().join("querl.toml");
         let retrieval = "[retrieval.embedding]\nkind = \"local\"\npath = \"shop/embed\"\n[model]";
         std::fs::write(&path, GOOD.replace("[model]", retrieval)).unwrap();
@@ -717,7 +717,7 @@ rollout.base_url='tcp://127.0.0.1' | --set rollout.base_url is "tcp://127.0.0.1"
         assert_eq!(fault("rl.off_by_one=true"), of("rl.off_by_one is true"));
     }
 
-    /// A text of [`GOOD`], what replaces it, and the error. `\n` is a line end.
+    /// A text in [`GOOD`], its replacement, and the error. `\n` is a line break.
     const FAULTS: &str = r#"
 gae_lambda = 0.95 | gae_lambda = 1.4 | querl.toml:16: rl.gae_lambda is 1.4; expected 0.0 to 1.0
 gae_lambda = 0.95 | learning_rate = 0 | querl.toml:16: rl.learning_rate is 0; expected more than 0.0, at most 1.0
@@ -830,7 +830,7 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
         assert_eq!(of("settings.top1"), Some(ConfigLocation::Line(path.clone(), 21)));
         assert_eq!(of("settings.clip"), Some(ConfigLocation::Flag("--set plugins.rewards.0.settings.clip".into())));
         assert_eq!(of("teacher.api_key_env"), Some(ConfigLocation::Line(path.clone(), 4)));
-        // Two keys end so.
+        // Two keys have this suffix.
         assert_eq!((of("kind"), of("settings.unknown")), (None, None));
     }
 
@@ -868,7 +868,8 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
     use proptest::collection::vec;
     use proptest::prelude::*;
 
-    /// Loads `bytes`. What is read is read back from its resolved copy; an error is one sentence that begins with the file.
+    /// Loads `bytes`. A valid configuration must be equal after writing and reading its resolved copy; an error must be one sentence that
+    /// begins with the file.
     fn check_loading(bytes: &[u8]) -> Result<(), TestCaseError> {
         let folder = folder("");
         let path = folder.path().join("querl.toml");

@@ -306,7 +306,7 @@ section! {
         /// Above 0: pass@k of `sft` and `rl` for k up to this number of samples for each query.
         #[schemars(range(max = 1024))]
         pass_at_k: usize = 0,
-        /// A retriever that training never asked, for the same rewrites: `lexical` (character n-grams), `semantic` (an embedding model) or
+        /// A retriever not used in training, for the same rewrites: `lexical` (character n-grams), `semantic` (an embedding model) or
         /// `none`. `auto` is `lexical` with the embedded index, else `none`.
         second_retrieval: SecondRetrieval = SecondRetrieval::Auto,
         /// `second_retrieval = "semantic"`: folder of the embedding model; by default `retrieval.embedding.path`.

@@ -133,7 +133,7 @@ impl Serialize for Candidate {
     }
 }
 
-/// [`Candidate`] as it is read: files of format 2 have `truncated` instead of `finish_reason`.
+/// The form in which [`Candidate`] is read: files of format 2 have `truncated` instead of `finish_reason`.
 #[derive(Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct CandidateForm {

@@ -25,7 +25,7 @@ pub enum ColumnValue {
     Items(Vec<Scalar>),
 }
 
-/// Integers up to this are f64 without loss.
+/// Largest integer below which all integers are exact in f64.
 const LARGEST_INTEGER: u64 = 1 << 53;
 
 impl Scalar {
@@ -81,7 +81,7 @@ impl<'de> Deserialize<'de> for ColumnValue {
     }
 }
 
-/// Characters of a value in an error.
+/// Maximum number of characters of a value in an error.
 const SHOWN: usize = 60;
 
 impl ColumnValue {
@@ -180,7 +180,7 @@ mod tests {
         assert_eq!(columns.0, expected);
     }
 
-    /// Regression: the message was "data did not match any variant of untagged enum ColumnValue".
+    /// Regression: the error message was "data did not match any variant of untagged enum ColumnValue".
     #[test]
     fn a_value_of_another_form_is_refused_with_its_column() {
         for (value, shown) in

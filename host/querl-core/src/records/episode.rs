@@ -297,7 +297,7 @@ pub(crate) mod outcome_form {
         },
     }
 
-    /// Who rejected, in a file of an earlier version: the codes of its host.
+    /// Derives who rejected the item from the code, for files of earlier versions.
     fn by_code(code: &str) -> RejectedBy {
         match code {
             Rejection::BASELINE_MISSING | "deadline" | "style_model_failed" => RejectedBy::Host,

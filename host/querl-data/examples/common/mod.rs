@@ -6,7 +6,7 @@ use querl_data::{Rows, Splits, open_queries};
 use std::error::Error;
 use std::path::PathBuf;
 
-/// A folder with `querl.toml`, `lexicon.json` and `teacher_rewrites.jsonl`; the first argument, or the example.
+/// The folder with `querl.toml`, `lexicon.json` and `teacher_rewrites.jsonl`: the first argument, or the example.
 pub(crate) fn folder() -> PathBuf {
     std::env::args_os().nth(1).map_or_else(|| PathBuf::from("examples/fivedoctors"), PathBuf::from)
 }
@@ -15,7 +15,7 @@ fn config() -> Result<Config, Box<dyn Error>> {
     Ok(load(&folder().join("querl.toml"), &Overrides::default())?)
 }
 
-/// The example's retrieval, with nothing left out for a low score.
+/// The example's retrieval without a score threshold.
 pub(crate) fn retrieval() -> Result<RetrievalConfig, Box<dyn Error>> {
     Ok(RetrievalConfig { score_threshold: 0.0, ..config()?.retrieval })
 }
@@ -29,7 +29,7 @@ pub(crate) fn training_rows() -> Result<Vec<QueryRow>, Box<dyn Error>> {
     Ok(rows.into_iter().filter(|row| splits.of(&row.group) == Some(Split::Train)).collect())
 }
 
-/// Who asks, and what was said before.
+/// User profile and conversation history of a row.
 pub(crate) fn context(row: &QueryRow) -> Context {
     Context { user_profile: row.user_profile.clone(), history_summary: row.history_summary.clone() }
 }

@@ -148,7 +148,7 @@ fn json_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError> 
     }
 }
 
-/// Whether the first byte that is no blank begins a JSON list.
+/// True if the first non-blank byte begins a JSON list.
 fn is_list(path: &Path) -> io::Result<bool> {
     let bytes = BufReader::new(File::open(path)?).bytes();
     let mut bytes = bytes.skip_while(|byte| byte.as_ref().is_ok_and(|byte| is_blank(*byte)));

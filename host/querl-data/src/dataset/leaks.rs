@@ -228,7 +228,8 @@ fn shown(query: &str) -> String {
     query.chars().take(EXCERPT_CHARS).flat_map(char::escape_debug).collect::<String>() + end
 }
 
-/// Bands of a signature, and hashes of a band: 1 - (1 - 0.8^6)^20 is 0.998.
+/// Number of LSH bands per signature. With 6 hashes per band, the probability of finding a pair of similarity 0.8 is 1 - (1 - 0.8^6)^20 =
+/// 0.998.
 const N_BANDS: usize = 20;
 const BAND_HASHES: usize = 6;
 
@@ -266,7 +267,7 @@ impl Candidates {
             for band in bands_of(shingles) {
                 let alike = self.of_band(band);
                 let n_taken = alike.len().min(MAX_OF_BAND);
-                // Training rows take turns with the rows of a large band.
+                // Each training row is compared with another part of a large band.
                 let start = if alike.len() > MAX_OF_BAND { self.n_compared * MAX_OF_BAND % alike.len() } else { 0 };
                 found.extend(alike.iter().cycle().skip(start).take(n_taken).map(|(_, index)| *index));
             }
@@ -289,7 +290,7 @@ impl Candidates {
         &rest[..within.partition_point(|(known, _)| *known == band)]
     }
 
-    /// Counts a row that has leaked. Once half of the rows have, their bands are removed.
+    /// Counts a leaked row. Once half of the rows have leaked, their bands are removed.
     fn retire(&mut self, is_open: impl Fn(u32) -> bool) {
         self.n_retired += 1;
         if self.n_retired * 2 > self.n_rows {
@@ -381,7 +382,7 @@ impl Shingles {
     }
 }
 
-/// Pairs as two characters of 21 bits, with the number of the field.
+/// Character bigrams, encoded as two characters of 21 bits and the number of the field.
 fn pairs(text: &str, field: u64) -> impl Iterator<Item = u64> {
     let number = move |one: char, other: char| field << 42 | u64::from(one as u32) << 21 | u64::from(other as u32);
     let mut characters = text.chars();

@@ -100,7 +100,7 @@ impl Splits {
 }
 
 fn most_lacking(wanted: &[usize], lacking: &[f64; 3]) -> usize {
-    // The first of equal ones.
+    // On ties, the first one.
     wanted.iter().copied().rev().max_by(|a, b| lacking[*a].total_cmp(&lacking[*b])).unwrap_or(0)
 }
 
@@ -154,7 +154,7 @@ mod tests {
         assert!(forward.iter().any(|group| of_forward.of(group) != other.of(group)));
     }
 
-    /// Regression: other test sets than those of earlier releases, which compared digests as text.
+    /// Regression: test sets differed from those of earlier releases, which compared digests as text.
     #[test]
     fn groups_are_ordered_by_their_digests_as_text() {
         let splits = assign(&groups(6, 1), [0.5, 0.25, 0.25], 42).unwrap();

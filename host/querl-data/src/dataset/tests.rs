@@ -177,7 +177,7 @@ fn equal_queries_after_another_history_are_counted_separately() {
 
 #[test]
 fn near_duplicates_leak_from_the_threshold() {
-    // 4 pairs of characters of 5.
+    // 4 of 5 character bigrams.
     let (train, test) = ([("鱼油怎么吃", "")], [("鱼油怎么吃啊", "")]);
     assert_eq!(leaked(&train, &test, 0.8), [(2, 2, 0.8)]);
     assert_eq!(leaked(&train, &test, 0.81), []);
@@ -225,7 +225,7 @@ fn a_common_context_hides_no_near_duplicate() {
     assert!(leaks.n_leaked >= 990, "{}", leaks.n_leaked);
 }
 
-/// One text with another number in each row.
+/// The same text with a different number in each row.
 fn template(numbers: std::ops::Range<usize>) -> Vec<QueryRow> {
     let text = |n: usize| {
         format!(
@@ -242,7 +242,7 @@ fn texts_of_one_template_take_bounded_time() {
     for least in [0.8, 0.95] {
         let start = Instant::now();
         let leaks = found(&train, &test, least);
-        // Compared pair by pair this takes minutes.
+        // A comparison of all pairs would take minutes.
         assert!(start.elapsed() < Duration::from_secs(20), "{:?} at {least}", start.elapsed());
         assert_eq!(leaks.n_leaked > 10_000, least == 0.8, "{}", leaks.n_leaked);
     }

@@ -214,7 +214,7 @@ fn intent_phrases(intents: &[Intent], form: impl Fn(&str) -> String + Copy) -> V
             pick(entry).iter().map(move |word| (form(word), IntentMention { intent, expression }))
         })
     };
-    // The first of equal phrases wins: house words before general ones before cues.
+    // Of equal phrases the first one is kept: words of the knowledge base before general words before cues.
     words(|intent| &intent.house, Expression::House)
         .chain(words(|intent| std::slice::from_ref(&intent.name), Expression::House))
         .chain(words(|intent| &intent.general, Expression::General))
@@ -225,9 +225,9 @@ fn intent_phrases(intents: &[Intent], form: impl Fn(&str) -> String + Copy) -> V
 /// A set of phrases that are searched in texts, each with a value.
 #[derive(Debug, Clone)]
 pub(crate) struct PhraseTable<T> {
-    /// By first character, longest first.
+    /// Phrases by first character, longest first.
     entries: HashMap<char, Vec<(Vec<char>, T)>>,
-    /// A phrase begins and ends at a space or an end of the text.
+    /// True if phrases must begin and end at a space or an end of the text.
     whole_words: bool,
 }
 
@@ -365,7 +365,7 @@ fn is_only_compared(query: &str, start: usize) -> bool {
 fn intents(lexicon: &Lexicon, phrases: &[PhraseMatch<IntentMention>]) -> Vec<f64> {
     let mut weights = vec![0.0; lexicon.intents().len()];
     for found in phrases {
-        // Longer phrases and words weigh more than cues.
+        // Longer phrases have more weight, and words more than cues.
         let kind = if found.value.expression == Expression::Cue { 1.0 } else { 1.2 };
         weights[found.value.intent] += kind * (found.len as f64).sqrt();
     }

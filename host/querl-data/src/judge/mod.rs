@@ -80,7 +80,7 @@ mod points {
 
 /// Up to this length a rewrite gets all points for conciseness, from twice this length none.
 const CONCISE_CHARS: usize = 24;
-/// Chinese characters for which a word of other languages counts.
+/// Number of Chinese characters that a word of another language is equivalent to.
 const CHARS_PER_WORD: usize = 2;
 
 /// Judge with a deterministic rubric over the tenant's lexicon. A stand-in for a model: it does not measure human preference.

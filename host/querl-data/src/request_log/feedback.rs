@@ -9,7 +9,7 @@ use crate::text::{hash_of, separates_ids};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// From this score on a passage is useful.
+/// Minimum score of a useful passage.
 const USEFUL_SCORE: f64 = 0.5;
 /// Maximum number of passages of one request.
 const MAX_PASSAGES: usize = 1000;

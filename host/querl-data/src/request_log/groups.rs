@@ -4,12 +4,12 @@ use crate::dataset::leaks::{MAX_OF_BAND, Shingles, bands_of};
 use crate::table::UnionFind;
 use std::collections::HashMap;
 
-/// As the default of `data.leak_similarity`: rows of different groups are less similar than what counts as a leak.
+/// The default of `data.leak_similarity`: rows of different groups are less similar than a leak.
 const LEAST_SIMILARITY: f64 = 0.8;
 /// Bands are compared in this number of rounds, so that memory holds a part of them.
 const N_ROUNDS: usize = 4;
-/// Reformulations and shared passages join groups up to this number of rows, or a twentieth of all: everyday queries, which many users ask
-/// between others, and passages that answer everything would otherwise join everything to one group.
+/// Maximum size of groups that are joined by reformulations and shared passages, or a twentieth of all rows. Frequent everyday queries, and
+/// passages that answer everything, would otherwise join all rows to one group.
 const MAX_BOUNDED_GROUP: usize = 20;
 
 /// Groups under construction, as a union-find over rows.

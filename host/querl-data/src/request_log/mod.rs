@@ -44,11 +44,11 @@ pub struct LogTableSettings<'a> {
     pub until: Option<&'a str>,
 }
 
-/// Far below a cell of a query table, and above every query that a model reads.
+/// Maximum size of a text: far below the limit for a cell of a query table, and larger than any query that a model reads.
 const MAX_TEXT_BYTES: usize = 256 << 10;
-/// Bytes of a group's name, and of the gold ids of a row: far below a cell of a workbook.
+/// Maximum size of a group's name, and of the gold ids of a row: far below the limit for a cell of a workbook.
 const MAX_NAME_BYTES: usize = 16 << 10;
-/// Requests of a user that follow each other within this time are reformulations.
+/// Consecutive requests of a user within this time are reformulations.
 const SESSION_MS: i64 = 10 * 60 * 1000;
 
 /// Counts of what was read from the log, used for the table and left out.
@@ -156,7 +156,7 @@ fn table_format(out: &Path) -> Result<Option<TableFormat>, DataError> {
     }
 }
 
-/// Names of tenants that a message lists.
+/// Maximum number of tenants in a message.
 const MAX_NAMED: usize = 10;
 
 fn tenant(settings: &LogTableSettings<'_>, tenants: &BTreeSet<String>) -> Result<String, DataError> {
@@ -228,7 +228,7 @@ struct LogRows {
     tallies: BTreeMap<(u32, u32), Tally>,
     /// Time and row of the last request of each user.
     last_of_user: HashMap<u64, (i64, u32)>,
-    /// Rows of a user that follow each other.
+    /// Pairs of consecutive rows of a user.
     reformulations: Vec<(u32, u32)>,
 }
 
@@ -311,7 +311,7 @@ impl LogRows {
         }
     }
 
-    /// Decides on gold ids, and joins rows to groups.
+    /// Determines gold ids, and joins rows to groups.
     fn groups(&mut self, feedback: &Feedback, report: &mut LogTableReport) -> Groups {
         for ((row, passage), tally) in std::mem::take(&mut self.tallies) {
             report.n_contradicting += u64::from(tally.is_contradicting());
@@ -373,8 +373,8 @@ impl LogRows {
         rows.next().map_or(Ok(()), |(row, _)| Err(changed(&files[row.first.0].path)))
     }
 
-    /// The third and fourth reading: names of groups, as far as they differ those of a table without a column of groups, and the rows as
-    /// JSON lines.
+    /// The third and fourth reading: the names of groups, if they differ from those of a table without a group column, and the rows as JSON
+    /// lines.
     fn write(
         &self,
         files: &[LogFile],
@@ -384,7 +384,7 @@ impl LogRows {
         report: &mut LogTableReport,
     ) -> Result<(), DataError> {
         let failed = |error: io::Error| DataError::write(path, error);
-        // Name by the first row of a group, and the id of this row.
+        // Group names by the first row of the group, and the id of that row.
         let mut names: BTreeMap<u32, (String, String)> = BTreeMap::new();
         self.each(files, |index, row, query| {
             let gold_ids = feedback.passages(&row.gold);
@@ -400,7 +400,7 @@ impl LogRows {
             if name.len() > MAX_NAME_BYTES {
                 name.clear();
             }
-            // One query after different histories is in different groups.
+            // The same query after different histories is in different groups.
             if name.is_empty() || !used.insert(hash_of(name.as_str())) {
                 *name = format!("{name} {id}").trim_start().to_owned();
             }
@@ -429,7 +429,7 @@ fn changed(path: &Path) -> DataError {
     DataError::file(path, "was changed while it was read; run the same command again")
 }
 
-/// The texts of a rewrite as a row of a query table would have them, or why they cannot be one.
+/// The texts of a rewrite as in a row of a query table, or the reason why they cannot be used.
 fn usable(line: &LoggedRewrite, format: Option<TableFormat>) -> Result<QueryRow, &'static str> {
     if line.redacted.is_some() {
         return Err("without texts");

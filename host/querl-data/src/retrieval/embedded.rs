@@ -126,7 +126,7 @@ impl Searcher {
             Ok(Hit { id, text, reranker_score: score, retrieval_score: Some(first_score), rank: 0 })
         };
         let hits = candidates.into_iter().map(hit).collect::<Result<Vec<Hit>, String>>()?;
-        // Of equal reranker scores, the first stage's order holds. Shared words alone say less than that order.
+        // Ties of reranker scores keep the order of the first stage. Without products, the scores are less informative than that order.
         Ok(if self.reranker.has_no_products() { limits.apply_in_order(hits) } else { limits.apply(hits) })
     }
 }

@@ -104,7 +104,7 @@ fn every_input_file_is_part_of_the_digest_of_an_index() {
         config.synonyms = Some(synonyms.clone());
         other(&config, what);
     }
-    // The same content in another role.
+    // The same file as synonyms instead of dictionary.
     (config.user_dictionary, config.synonyms) = (None, Some(words.clone()));
     std::fs::write(&words, "甲,乙\n").unwrap();
     other(&config, "synonyms alone");
@@ -262,7 +262,7 @@ fn concurrent_users_of_an_index_build_it_once() {
 
 #[test]
 fn a_change_of_files_while_an_index_is_built_is_an_error() {
-    /// Changes the knowledge base while it computes vectors.
+    /// An embedder that changes the knowledge base while it computes vectors.
     struct Meddler(PathBuf);
     impl Embedder for Meddler {
         fn embed(&self, texts: &[&str]) -> Result<Vec<Vec<f32>>, LocalModelError> {
@@ -376,7 +376,7 @@ fn without_a_lexicon_scores_that_a_reranker_replaces_are_not_computed() {
     };
     let with_lexicon = scores(&config);
     config.rerank.kind = RerankKind::Tei;
-    // They order the candidates, and with them hits that the reranker scores alike.
+    // First-stage scores order the candidates, and hits with equal reranker scores.
     assert_eq!(scores(&config), with_lexicon);
     config.lexicon = None;
     assert_eq!(scores(&config), [("1".to_owned(), 0.0), ("0".to_owned(), 0.0)]);

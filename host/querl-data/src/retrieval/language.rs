@@ -13,9 +13,9 @@ use whatlang::Lang;
 
 /// Share of Chinese characters among the letters of a knowledge base from which it counts as Chinese.
 const CHINESE_SHARE: f64 = 0.2;
-/// Passages that are read to detect the language.
+/// Number of passages that are read to detect the language.
 const N_PASSAGES: usize = 500;
-/// Bytes of them that are read.
+/// Number of bytes that are read.
 const MAX_BYTES: usize = 256 << 10;
 
 /// The configured language of retrieval; `auto` is detected from the first passages of the knowledge base. If these cannot be read it is
@@ -116,7 +116,7 @@ pub(crate) fn spaced_words(text: &str, language: Language, chinese: impl Fn(&str
 }
 
 fn stem(word: &str, stemmer: Option<&Stemmer>) -> String {
-    // The stemmers know the plain apostrophe alone.
+    // The stemmers support only the ASCII apostrophe.
     let word = word.replace('\u{2019}', "'");
     let stemmed = stemmer.map_or_else(|| word.clone(), |stemmer| stemmer.stem(&word).into_owned());
     stemmed.nfd().filter(|character| !is_combining_mark(*character)).collect()

@@ -11,9 +11,9 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
-/// Chosen so that product and intent together give more than 0.8, the right product with another intent 0.4 to 0.55, a sibling
-/// product with the right intent 0.3 to 0.5, neither less than 0.2; shared words move a score within these bands. Set by hand
-/// from those bands, not fitted.
+/// Weights of the score. Chosen by hand so that product and intent together give more than 0.8, the right product with another intent 0.4
+/// to 0.55, a similar product with the right intent 0.3 to 0.5, neither less than 0.2; shared words change a score within these ranges. Not
+/// fitted to data.
 mod weight {
     pub(super) const BIAS: f64 = -2.5;
     pub(super) const PRODUCT: f64 = 2.2;
@@ -29,7 +29,7 @@ mod weight {
     pub(super) const UNKNOWN: f64 = 0.5;
 }
 
-/// Score without products of a passage that has no word of the query: such scores cannot tell right passages from wrong ones, and lie above
+/// Score without products of a passage that has no word of the query: such scores do not distinguish relevant passages, so they are above
 /// the usual thresholds.
 const FLOOR: f64 = 0.6;
 
@@ -37,7 +37,7 @@ const FLOOR: f64 = 0.6;
 #[derive(Debug)]
 pub(crate) struct LexiconReranker {
     lexicon: Arc<Lexicon>,
-    /// How alike two product names are, 0 to 1.
+    /// Similarity of two product names, 0 to 1.
     name_likeness: Vec<Vec<f64>>,
 }
 

@@ -277,7 +277,7 @@ impl ScoreScale {
 
     /// The service's score for `unit`.
     fn of_unit(self, unit: f64) -> f64 {
-        // The half form does not reach 1.
+        // The `half` scale does not include 1.
         const HIGHEST: f64 = 0.999_999;
         let share = match self.order {
             ScoreOrder::HigherIsBetter => unit,

@@ -144,7 +144,7 @@ pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
     Ok(passages)
 }
 
-/// What a knowledge base is, for messages about other files.
+/// Description of a knowledge base, for error messages.
 const KNOWLEDGE_BASE: &str = "retrieval.knowledge_base is a file of JSON lines with id, title and text";
 
 /// Like [`read_passages`], but passes one passage at a time to `take`. Returns the line number of each id.
@@ -182,7 +182,7 @@ pub(crate) fn scan_passages(path: &Path, mut take: impl FnMut(Passage)) -> Resul
     Ok(ids)
 }
 
-/// What the first line holds where it is none of a knowledge base: then every line is wrong, and none is to be removed.
+/// The error for a first line that is not a passage: the file is then not a knowledge base, and removing the line would not help.
 fn of_another_file(path: &Path, error: ReadError) -> DataError {
     let ReadError::Line { line, .. } = error else { return error.into() };
     let first = FirstRow::read(path).ok().flatten().filter(|first| first.line == line);

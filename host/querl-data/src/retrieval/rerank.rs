@@ -42,7 +42,7 @@ struct RerankService {
     caller: Caller,
     config: RerankConfig,
     extra: Value,
-    /// Behind the embedded index, whose results are not cached themselves.
+    /// Cache of the scores for the embedded index, whose results are not cached themselves.
     cache: Option<ServiceCache>,
 }
 
@@ -88,7 +88,7 @@ impl RerankedBackend {
 #[async_trait]
 impl RetrievalBackend for RerankedBackend {
     async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
-        // The first-stage score is no filter. The number of candidates limits the number of hits.
+        // No threshold on the first-stage score. The number of candidates limits the number of hits.
         let wide = RetrievalLimits { top_k: self.n_candidates, score_threshold: 0.0 };
         let mut hits = self.inner.search(request, wide).await?;
         if hits.is_empty() {

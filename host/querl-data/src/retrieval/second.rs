@@ -13,9 +13,9 @@ use querl_core::text::{char_ngrams, text_runs};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Characters of an n-gram where words are written without spaces: most Chinese words have two.
+/// Size of n-grams, in characters, for scripts without spaces: most Chinese words have two characters.
 const N_UNSPACED: usize = 2;
-/// Characters of an n-gram of other scripts.
+/// Size of n-grams, in characters, for other scripts.
 const N_SPACED: usize = 3;
 
 const PASSAGES_PER_CALL: usize = 1024;
@@ -109,7 +109,7 @@ struct NgramIndex {
 #[derive(Default)]
 struct Postings {
     idf: f64,
-    /// Position of a passage and the n-gram's weight in it; the weights of a passage have the norm 1.
+    /// Position of a passage and the n-gram's weight in it; the weights of a passage are L2-normalised.
     weights: Vec<(u32, f32)>,
 }
 

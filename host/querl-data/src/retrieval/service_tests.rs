@@ -710,7 +710,7 @@ async fn scores_of_passages_of_the_embedded_index_are_paid_once() {
     assert_eq!(server.received_requests().await.unwrap().len(), 1);
 }
 
-/// Answers of status 200 in place of `good` that no service should send.
+/// Unusable replies of status 200 that replace `good`.
 fn unusable(good: &Value) -> Vec<Reply> {
     let text = |body: &str| Reply::from(Answer::text(200, "application/json", body));
     let broken = Answer { body: b"{\"data\": \"\xb8\"}".to_vec(), ..Answer::json(200, good) };

@@ -24,7 +24,7 @@ use std::borrow::Cow;
 const NOTHING_FOUND: [&str; 2] = ["lack of knowledge", "no knowledge required"];
 /// Values of `status` that mean success, as lower-case text.
 const SUCCESS: [&str; 5] = ["200", "0", "ok", "success", "true"];
-/// JSON pointers to the score of an entry; the first one with a value counts.
+/// JSON pointers to the score of an entry; the first one with a value is used.
 const SCORES: [&str; 5] = ["/reranker_score", "/rerank_score", "/relevance_score", "/score", "/similarity"];
 const IDS: [&str; 5] = ["/id", "/doc_id", "/document_id", "/metadata/id", "/metadata/doc_id"];
 const TEXTS: [&str; 4] = ["/text", "/content", "/page_content", "/chunk"];
@@ -167,7 +167,7 @@ pub fn rag_passages(body: &Value) -> Result<(Vec<RagPassage>, usize), String> {
     }
     let entries = entries(body)?;
     let found: Vec<&Value> = entries.iter().filter(|entry| !is_nothing_found(entry)).collect();
-    // One for all passages, since others have another scale.
+    // The same pointer for all passages, because other fields have other scales.
     let score =
         SCORES.into_iter().find(|score| found.iter().any(|entry| entry.pointer(score).and_then(number).is_some()));
     let passages: Vec<RagPassage> = found.iter().filter_map(|entry| rag_passage(entry, score)).collect();
@@ -341,7 +341,7 @@ impl RetrievalBackend for MappedService {
         let hits = self.service.search(&body, refusal, |response| self.mapping.hits(response, self.scores)).await?;
         Ok(match self.scores {
             ServiceScores::Required => limits.apply(hits),
-            // Without usable scores, in the order of the service.
+            // Without usable scores, the order of the service is kept.
             ServiceScores::Replaced => hits.into_iter().take(limits.top_k).collect(),
         })
     }

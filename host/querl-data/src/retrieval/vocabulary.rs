@@ -132,7 +132,7 @@ impl Segmenter {
         words.map(|token| token.word.to_lowercase()).filter(|word| word.chars().any(char::is_alphanumeric)).collect()
     }
 
-    /// A text cut into words and what is between them, all of it in order.
+    /// Splits a text into words and the text between them, in order.
     fn pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
         match self.is_spaced() {
             true => text.split_word_bounds().collect(),
@@ -418,7 +418,7 @@ mod tests {
         }
     }
 
-    /// The lines are those of the sample that comes with jieba.
+    /// The lines are from jieba's sample dictionary.
     #[test]
     fn dictionary_lines_are_parsed_from_their_end() {
         let read = |text| entry(text, 1).map(|entry| (entry.word, entry.frequency));

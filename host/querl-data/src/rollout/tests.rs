@@ -1,4 +1,4 @@
-//! A server that speaks the interface of vLLM or SGLang, and one that does not.
+//! A server with the API of vLLM or SGLang, and one with another API.
 
 use super::*;
 use querl_core::config::CallsConfig;
@@ -69,7 +69,7 @@ fn server() -> FaultyServer {
     FaultyServer::start(move |request| respond(request, &models))
 }
 
-/// Paths of the requests with the name of the adapter, without the parts that change from process to process.
+/// Paths and adapter names of the requests, without the parts that differ between processes.
 fn calls(server: &FaultyServer) -> Vec<String> {
     let shown = |request: &RecordedRequest| {
         let body = request.json();
@@ -93,7 +93,7 @@ fn adapters_are_handed_over_in_order_and_the_earlier_one_is_unloaded_first() {
     client.unload().unwrap();
     let expected = [
         "/v1/models  ",
-        // Of an earlier process.
+        // An adapter of an earlier process.
         "/v1/unload_lora_adapter querl v9",
         "/v1/load_lora_adapter querl v0",
         "/v1/completions querl v0",
@@ -127,7 +127,7 @@ fn no_two_clients_share_a_name() {
     assert!(is_adapter_of("querl-", &format!("{}v0", one.name_prefix)), "{}", one.name_prefix);
 }
 
-/// An answer to `unload`, and whether the adapter counts as unloaded.
+/// Responses to `unload`, and whether the adapter then counts as unloaded.
 #[test]
 fn an_adapter_stays_noted_until_the_server_has_unloaded_it() {
     for (status, message, is_unloaded) in [
@@ -161,7 +161,7 @@ fn an_adapter_whose_handover_failed_is_unloaded_and_never_asked() {
     assert_eq!(calls(&server).last().unwrap(), "/v1/unload_lora_adapter querl v0");
 }
 
-/// The stop flag of an interrupted run holds for every other request.
+/// The stop flag of an interrupted run blocks all other requests.
 #[test]
 fn the_last_adapter_is_unloaded_after_a_stop_too() {
     static STOP: AtomicBool = AtomicBool::new(false);
@@ -204,7 +204,7 @@ fn vllm_gets_tokens_seed_and_every_setting_and_returns_tokens() {
     assert_eq!(client.generate(&[prompt(4, 1)], &greedy).unwrap()[0][0].logprobs, Vec::<f32>::new());
 }
 
-/// With one seed SGLang's deterministic sampler gives equal responses to a request for several.
+/// With one seed, SGLang's deterministic sampler returns equal responses to a request for several responses.
 #[test]
 fn sglang_gets_a_request_for_each_response_and_adapters_at_its_own_route() {
     let server = server();
@@ -247,7 +247,7 @@ fn base() -> Value {
     json!([{"id": "base"}])
 }
 
-/// The message for a completion that `change` has changed.
+/// The error message for a completion that was modified by `change`.
 fn broken(change: impl Fn(&mut Value) + Send + Sync + 'static) -> String {
     failure(move |request| match request.path.as_str() {
         "/v1/completions" => {

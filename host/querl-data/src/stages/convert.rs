@@ -114,7 +114,7 @@ struct FilterRow {
     /// Position in the records.
     index: usize,
     record: ValidatedRecord,
-    /// Empty where no filter reads them.
+    /// Empty if no filter reads them.
     columns: Columns,
     /// Prompt of the row in `data.dataset`; `None` if the prompt plugin writes it.
     prompt: Option<Vec<Message>>,
@@ -159,14 +159,14 @@ impl Conversion<'_> {
         self.config.dataset.is_set()
     }
 
-    /// What the prompt plugin asks the policy.
+    /// The policy's prompt for a row, from the prompt plugin.
     fn prompt(&self, row: &QueryRow) -> Result<Vec<Message>, DataError> {
         let context = row.context();
         let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
         Ok(self.prompts.messages(PromptTask::PolicyRewrite, &input)?)
     }
 
-    /// Whether it is a row of a dataset without a completion, which is not a failure.
+    /// True for a row of a dataset without a completion, which is not a failure.
     fn is_prompt_alone(&self, record: &ValidatedRecord) -> bool {
         let failure = record.rewritten.rewrite.as_ref().err();
         self.has_dataset() && failure.is_some_and(|failure| failure.kind == FailureKind::NotRecorded)
@@ -189,7 +189,7 @@ impl Conversion<'_> {
         }
         let mut dropped = Vec::new();
         for (FilterRow { index, record, prompt, .. }, reason) in batch.into_iter().zip(reasons) {
-            // Reinforcement learning needs no target, only what the rewrites are compared with.
+            // RL needs no target, but a baseline for comparison.
             let has_baseline = matches!(record.retrieval, Some(Ok(_)));
             if reason.is_none() || split != Split::Train || has_baseline {
                 let code = reason.as_ref().map(|reason| reason.code.clone());

@@ -19,7 +19,7 @@ use querl_core::records::{CallFailure, FailureKind, RewriteRecord, ValidatedReco
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The stage stops if the first rows to finish, this many, all failed alike.
+/// Number of rows: the stage stops if the first rows to finish all failed with the same kind of failure.
 const FIRST_ROWS: usize = 8;
 
 /// Outcome of a row: success, a failure, or `None` if there was nothing to do.
@@ -106,7 +106,7 @@ async fn call_all<'a, Record: StageRecord, F: Future<Output = Result<Record, Dat
     let mut results = std::pin::pin!(futures::stream::iter(calls).buffer_unordered(max_concurrent.max(1)));
     collector.report();
     let mut reason: Option<DataError> = None;
-    // After a reason to stop, calls in flight are awaited: they are paid for.
+    // After a reason to stop, calls in flight are awaited, because they are paid for.
     while let Some((index, record)) = results.next().await {
         match record {
             // The call may not have been made; the next run tries the row again.
@@ -209,14 +209,14 @@ impl<'a, T: StageRecord> Collector<'a, T> {
             return Some(DataError::Service(failure.clone()));
         }
         let [(failure, n_alike)] = self.failures.as_slice() else { return None };
-        // If other rows succeeded before, these may fail for reasons of their own, unless the service is unreachable.
+        // If other rows succeeded before, these rows may fail individually, unless the service is unreachable.
         let may_be_their_fault = self.n_succeeded_before > 0 && failure.kind != FailureKind::Unreachable;
         let all_alike = self.n_tried == self.n_first && *n_alike == self.n_first;
         if all_alike && !may_be_their_fault { self.commonest_failure() } else { None }
     }
 
     fn commonest_failure(&self) -> Option<DataError> {
-        // The first of equal ones.
+        // On ties, the first one.
         let (failure, n_alike) = self.failures.iter().rev().max_by_key(|(_, n)| *n)?;
         Some(DataError::NoSuccess { n_failed: self.n_failed(), n_alike: *n_alike, failure: failure.clone() })
     }

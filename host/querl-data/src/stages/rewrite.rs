@@ -126,7 +126,7 @@ impl RewriteTask<'_> {
             None => self.call_teacher(self.teacher, &query, &messages).await?,
         };
         if let (Err(failure), Some(second)) = (&rewrite, self.teacher.fallback())
-            // The user must fix invalid credentials and a spent budget.
+            // Invalid credentials and a spent budget need action by the user.
             && !matches!(failure.kind, FailureKind::Unauthorized | FailureKind::OverBudget)
         {
             rewrite = match self.call_teacher(second, &query, &messages).await? {

@@ -29,7 +29,7 @@ fn failure(kind: FailureKind) -> CallFailure {
     CallFailure { kind, message: "the service message so".into() }
 }
 
-/// Fails on the given rows and counts calls. Later rows finish first.
+/// A service that fails on the given rows and counts calls. Later rows finish first.
 struct Scripted {
     failures: Mutex<Vec<(usize, FailureKind)>>,
     calls: AtomicUsize,
@@ -143,7 +143,7 @@ async fn failed_rows_have_a_reason_and_are_tried_again() {
     assert!(mended.iter().all(|record| record.rewrite.is_ok()));
 }
 
-/// Stops once this many rows are done.
+/// A progress callback that stops the stage after this many rows.
 struct StopsAfter(u64, AtomicUsize);
 
 impl Progress for StopsAfter {
@@ -421,7 +421,7 @@ async fn dataset_keeps_every_query_and_only_good_targets() {
         assert_eq!(row.target().is_none(), row.metadata.dropped.is_some());
         assert_eq!(row.prompt().len(), 1);
     }
-    // Programs that load all splits as one dataset take the columns of the first.
+    // Libraries that load all splits as one dataset take the columns of the first row.
     let keys = |row: &DatasetRow| {
         let metadata = serde_json::to_value(&row.metadata).unwrap();
         let kinds = metadata.as_object().unwrap().iter().map(|(key, value)| match value {

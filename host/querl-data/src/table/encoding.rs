@@ -115,7 +115,7 @@ fn first_error(path: &Path, encoding: TextEncoding) -> io::Result<Option<Encodin
                 let good = &buffer[..zero.unwrap_or(n)];
                 error_at.n_bytes += good.len() as u64;
                 error_at.line += good.iter().filter(|byte| **byte == b'\n').count();
-                // Lead bytes.
+                // Counts lead bytes of multi-byte characters.
                 error_at.n_multibyte += good.iter().filter(|byte| **byte >= 0xc0).count();
                 if zero.is_some() {
                     return Ok(Some(EncodingError { is_zero: true, ..error_at }));

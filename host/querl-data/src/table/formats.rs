@@ -344,10 +344,10 @@ fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataError> {
     Ok(table)
 }
 
-/// Bytes that were read since the last complete row, some of them of rows after it.
+/// Number of bytes that were read since the last complete row; may include bytes of later rows.
 type RowBytes = Rc<Cell<usize>>;
 
-/// Ends with an error within a row that is too long to be held in memory, as one with a quote that is not closed.
+/// A reader that returns an error within a row that is too long for memory, such as a row with an unclosed quote.
 struct BoundedRows<R> {
     text: R,
     row_bytes: RowBytes,

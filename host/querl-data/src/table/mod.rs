@@ -87,7 +87,7 @@ impl QueryTable {
     /// # Errors
     /// A file cannot be read.
     pub fn with_merged_cells(mut self) -> Result<Self, DataError> {
-        // Text has none, and is read to its end to find its encoding.
+        // Text formats have no merged cells, and opening one again would read it to its end to detect the encoding.
         if self.findings.encoding.is_none() {
             self.findings.merged_cells = open_source(&self.config)?.merged(&self.columns.used());
         }
@@ -281,7 +281,7 @@ impl RowList {
         }
     }
 
-    /// `rows 3, 7 (like row 2), ...`
+    /// A listing such as `rows 3, 7 (like row 2), ...`.
     fn listing(&self) -> String {
         let shown = |named: &RowReference| match named.earlier {
             Some(earlier) => format!("{} (like row {earlier})", named.row),
@@ -350,10 +350,10 @@ struct RowDigest {
 }
 
 /// Joins groups that share a row: rows of one group, and rows whose query, profile and history are equal up to width, case, space and
-/// punctuation. The query alone does not count: "how do I take this" is another question after another history.
+/// punctuation. The query alone does not count: "how do I take this" is a different question after a different history.
 ///
-/// Returns, for each row (by [`RowDigest::index`]) whose joined group has more than one name, the row that represents the joined group;
-/// and the number of groups. `digests` are in the order of their rows.
+/// Returns, for each row (by [`RowDigest::index`]) whose joined group has more than one name, the row that represents the joined group; and
+/// the number of groups. `digests` are in the order of their rows.
 fn join_groups(digests: &[RowDigest]) -> (HashMap<u32, u32>, usize) {
     let mut sets = UnionFind((0..digests.len() as u32).collect());
     for key in [|row: &RowDigest| row.text, |row: &RowDigest| row.group] {

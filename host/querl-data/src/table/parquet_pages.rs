@@ -26,7 +26,7 @@ const MAX_FOOTER_BYTES: u64 = 16 << 20;
 pub(super) fn check_footer(file: &mut File) -> Result<(), ParquetError> {
     let mut end = [0; 8];
     if file.metadata()?.len() < end.len() as u64 {
-        // The library says so.
+        // The library reports this error.
         return Ok(());
     }
     file.seek(SeekFrom::End(-8))?;
@@ -186,7 +186,7 @@ impl<R: Read> CompactReader<'_, R> {
                     let n_bytes = self.varint()?;
                     self.skip(n_bytes)?;
                 }
-                // Numbers of inner structs are those of statistics.
+                // Numbers in inner structs are statistics.
                 12 if depth < MAX_DEPTH => {
                     self.read_struct(if depth == 0 { field } else { -1 }, depth + 1, note)?;
                 }
@@ -260,7 +260,7 @@ fn check_lengths(pages: &mut dyn PageReader, chunk: &ColumnChunkMetaData) -> Res
     Ok(())
 }
 
-/// What follows a list of at most `max_values` delta-encoded numbers; `None` if it has more, or is cut.
+/// The bytes after a list of at most `max_values` delta-encoded numbers; `None` if it has more or is truncated.
 fn skip_lengths(data: &[u8], max_values: u64) -> Option<&[u8]> {
     let mut input = data;
     let mut reader = CompactReader { input: &mut input, n_bytes: 0 };

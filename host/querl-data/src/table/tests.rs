@@ -57,7 +57,7 @@ impl Folder {
         error.to_string().replace(&format!("{}/", self.0.path().display()), "")
     }
 
-    /// Why a file is refused with these settings.
+    /// The error message for a file with these settings.
     fn refusal(&self, name: &str, mut settings: Value) -> String {
         settings["input"] = json!(self.path(name));
         self.shown(&open_queries(&serde_json::from_value(settings).unwrap()).unwrap_err())
@@ -599,7 +599,7 @@ fn further_sheets_with_the_same_columns_continue_the_first() {
     assert!(table.findings().notes().iter().any(|error| error == note), "{:?}", table.findings().notes());
 }
 
-/// Regression: nothing was said of hidden sheets and merged cells, whose rows were missing or empty.
+/// Regression: hidden sheets and merged cells, whose rows were missing or empty, were not reported.
 #[test]
 fn hidden_sheets_and_merged_cells_are_named() {
     let folder = Folder::new();
@@ -633,7 +633,7 @@ fn a_title_above_the_header_is_recognised() {
     );
     let csv = message(&folder.file("a.csv", "客服问题汇总,\n,\n编号,问题\n1,甲\n"));
     assert!(csv.ends_with(remedy), "{csv}");
-    // Symptom: rows of data above a cell with the name of another column were to be deleted.
+    // Symptom: the message said to delete data rows above a cell with the name of another column.
     let mut below = folder.file("b.csv", "问题,备注\n甲,乙\n丙,组\n");
     below.group_column = Some("组".into());
     assert!(message(&below).ends_with("; name one of these in data.group_column"), "{}", message(&below));

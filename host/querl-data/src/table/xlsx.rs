@@ -46,7 +46,7 @@ struct SheetTable {
     header_row: u32,
     /// Index of the first column with a name.
     first_column: u32,
-    /// Rows of the sheets before.
+    /// Number of rows in earlier sheets.
     n_before: usize,
 }
 
@@ -88,7 +88,7 @@ impl RowSource for XlsxFile {
             }
             Ok(found)
         });
-        // What matters of the workbook is read and checked with its rows.
+        // The required parts of the workbook are read and checked with its rows.
         found.unwrap_or_default()
     }
 
@@ -123,7 +123,7 @@ fn check_parts(path: &Path) -> Result<u64, DataError> {
     let mut buffer = vec![0; 1 << 16];
     let (mut n_all, mut n_sheet_bytes) = (0, 0);
     for index in 0..archive.len() {
-        // A part that cannot be read is an error where it is used.
+        // A part that cannot be read is reported when it is needed.
         let Ok(mut part) = archive.by_index(index) else { continue };
         let Ok(shown) = part.name().map(|name| name.escape_debug().to_string()) else { continue };
         let name = shown.to_lowercase();
@@ -138,7 +138,7 @@ fn check_parts(path: &Path) -> Result<u64, DataError> {
         };
         let (mut n_bytes, mut start, mut n_untagged, mut n_texts) = (0, Vec::new(), 0, 0);
         loop {
-            // With a checksum at the end, which the library does not reach.
+            // Reading to the end also checks the checksum, which the library does not do.
             let n = match part.read(&mut buffer) {
                 Ok(n) => n,
                 Err(error) if is_used => {
@@ -161,7 +161,7 @@ fn check_parts(path: &Path) -> Result<u64, DataError> {
                 let problem = format!("`{shown}` inflates to more than {max_bytes} bytes; {remedy}");
                 return Err(DataError::file(path, problem));
             }
-            // The library holds a tag, or the text between two, in memory.
+            // The library keeps a tag, or the text between two tags, in memory.
             n_untagged = match buffer[..n].iter().rposition(|byte| *byte == b'<') {
                 Some(last) => n - last,
                 None => n_untagged + n,
@@ -273,7 +273,7 @@ struct SheetCell<'a> {
     value: DataRef<'a>,
 }
 
-/// `B2`, of indexes from 0.
+/// A cell address such as `B2`, from indices that start at 0.
 fn address(row: u32, column: u32) -> String {
     let (mut letters, mut rest) = (Vec::new(), u64::from(column) + 1);
     while rest > 0 {
@@ -424,7 +424,7 @@ fn read_rows(
         row.resize(row.len() + n_missing, TableCell::default());
         row[column] = match is_used {
             true => TableCell { text: cell.text(path, name)?, value: cell.typed(form) },
-            // Of other columns only whether the row is empty is needed.
+            // For other columns, it matters only whether the cell is empty.
             false => cell.text(path, name)?.trim().chars().take(1).collect::<String>().into(),
         };
     }

@@ -38,7 +38,7 @@ impl SameRewrite {
     pub(super) fn of(rows: &AuditRows<'_>) -> Self {
         let (Some(early), Some(late)) = (rows.early(), rows.late()) else { return Self::default() };
         let (early, late) = (repeated(rows, early), repeated(rows, late));
-        // Of equally frequent ones the last in the order of texts.
+        // Of equally frequent texts the last in alphabetical order.
         let largest = late.texts.iter().max_by_key(|(_, (n, _))| *n);
         Self {
             early_share: early.share(),
@@ -49,7 +49,7 @@ impl SameRewrite {
     }
 }
 
-/// The texts for many queries in one window, each with its episodes and targets.
+/// Texts that were generated for many queries in one window, each with its numbers of episodes and targets.
 struct RepeatedTexts {
     n_episodes: usize,
     texts: BTreeMap<String, (usize, usize)>,
@@ -90,7 +90,7 @@ pub(super) struct TokenRule {
     pub(super) late_share: f64,
 }
 
-/// The terms with the largest correlation with the reward, at most 3; of terms that contain each other only the strongest.
+/// The terms with the largest correlation with the reward, at most 3; if a term contains another one, only the stronger of the two.
 pub(super) fn token_rules(rows: &AuditRows<'_>, measures: &[Measure]) -> Vec<TokenRule> {
     let (Some(early), Some(late), Some(total)) = (rows.early(), rows.late(), measures.first()) else {
         return Vec::new();

@@ -92,8 +92,8 @@ fn components(rows: &AuditRows<'_>) -> Vec<Measure> {
     names.into_iter().take(MOST_COMPONENTS).map(of).collect()
 }
 
-/// With gold passages their ranks decide. Without them the score of the best hit does: it is that of passage and query, which a rewrite
-/// cannot change.
+/// Measures of retrieval. With gold passages, their ranks; without, the reranker score of the best hit, which is computed for the original
+/// query and cannot be changed by a rewrite.
 fn retrieval_columns(rows: &AuditRows<'_>, second: Option<&SecondRetriever>) -> Vec<Measure> {
     let weaker = if rows.has_gold { MeasureKind::Hint } else { MeasureKind::Quality };
     let top1 = |row: &AuditRow<'_>| {
@@ -115,7 +115,7 @@ fn retrieval_columns(rows: &AuditRows<'_>, second: Option<&SecondRetriever>) -> 
     columns
 }
 
-/// 1 / rank of the first gold passage among the recorded hits, 0 where there is none.
+/// 1 / rank of the first gold passage among the recorded hits, 0 if there is none.
 fn gold_rank(row: &AuditRow<'_>) -> Option<f64> {
     let (gold, hits) = (&row.episode().gold_ids, row.episode().policy.found()?);
     if gold.is_empty() || hits.iter().any(|hit| hit.id.is_empty()) {
@@ -157,7 +157,7 @@ fn text_columns(rows: &AuditRows<'_>) -> Vec<Measure> {
     ]
 }
 
-/// Share of the rewrite's terms that the query, the profile or the history has; 0 for none.
+/// Share of the rewrite's terms that also occur in the query, the profile or the history; 0 without terms.
 fn copied_terms(row: &AuditRow<'_>) -> Option<f64> {
     let known: BTreeSet<String> = terms(&asked(row)).into_iter().collect();
     let own = terms(&row.episode().policy.rewrite);
@@ -165,7 +165,7 @@ fn copied_terms(row: &AuditRow<'_>) -> Option<f64> {
     Some(n_copied as f64 / own.len().max(1) as f64)
 }
 
-/// Distinct by all pairs of neighbouring units (distinct-2); `None` without a pair.
+/// Number of distinct pairs of adjacent units divided by all pairs (distinct-2); `None` without a pair.
 fn distinct_share(text: &str) -> Option<f64> {
     let units = units(text);
     let pairs: Vec<&[String]> = units.windows(2).collect();
@@ -189,8 +189,8 @@ fn teacher_overlap(row: &AuditRow<'_>) -> Option<f64> {
     Some(2.0 * own.intersection(&teacher).count() as f64 / (own.len() + teacher.len()).max(1) as f64)
 }
 
-/// How much of a rewrite does not depend on the query: for its mean term, the share of the rewrites to queries with another target that have
-/// it too. Counted within each window; `None` outside of them.
+/// The part of a rewrite that does not depend on the query: the share of rewrites for queries with other targets that contain a term,
+/// averaged over the terms. Computed within each window; `None` outside of them.
 fn shared_text(rows: &AuditRows<'_>) -> Vec<Option<f64>> {
     let mut values = vec![None; rows.rows.len()];
     for window in &rows.windows {

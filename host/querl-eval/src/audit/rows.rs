@@ -45,7 +45,7 @@ impl AuditRow<'_> {
 
 pub(super) struct AuditRows<'a> {
     pub(super) rows: Vec<AuditRow<'a>>,
-    /// Names of the queries (query, profile and history), by which the bootstrap draws.
+    /// Names of the queries (query, profile and history): the clusters of the bootstrap.
     pub(super) queries: Vec<String>,
     pub(super) n_steps: usize,
     /// Four windows of training steps: early, two in the middle, late; empty with fewer than [`LEAST_STEPS`] steps.
@@ -54,7 +54,7 @@ pub(super) struct AuditRows<'a> {
 }
 
 impl<'a> AuditRows<'a> {
-    /// Selects the scored training episodes: leaves out validation episodes and episodes without a score.
+    /// Selects the scored training episodes: excludes validation episodes and episodes without a score.
     pub(super) fn of(episodes: &'a [RecordedEpisode]) -> Self {
         let (mut queries, mut targets) = (Indices::default(), Indices::default());
         let row = |recorded: &'a RecordedEpisode| {
@@ -89,7 +89,7 @@ fn is_validation(recorded: &RecordedEpisode) -> bool {
     recorded.episode.split == Some(Split::Val) || recorded.episode.id.starts_with("val-")
 }
 
-/// Query and context: the same query in another context is another query.
+/// Key of query and context: the same query in another context counts as another query.
 fn query_key(episode: &Episode) -> String {
     format!("{}\0{}\0{}", episode.query, episode.context.user_profile, episode.context.history_summary)
 }
@@ -120,7 +120,7 @@ fn windows(by_step: &[(u64, usize)]) -> Vec<Window> {
     ranges.into_iter().filter_map(|range| window(&by_step[range])).collect()
 }
 
-/// Numbers names in the order of their first appearance.
+/// Assigns indices to names in the order of their first appearance.
 #[derive(Default)]
 struct Indices(BTreeMap<String, usize>);
 

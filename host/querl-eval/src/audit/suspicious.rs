@@ -8,13 +8,14 @@ use super::words::{normalised, tokens};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a reason of a sign adds to the difference of the quantiles of reward and quality, which is -1 to 1.
+/// Added to the suspicion for each reason that a sign gives. Without reasons it is the difference of the quantiles of reward and quality,
+/// -1 to 1.
 const REASON: f64 = 0.5;
 
-/// Episodes of one text, or of one query, in the list.
+/// Maximum number of listed episodes with the same text or the same query.
 const MOST_ALIKE: usize = 2;
 
-/// A reward in the upper quarter and a quality in the lower one are reasons.
+/// Quantile above which a reward is a reason; the corresponding lower quantile of quality is one, too.
 const HIGH: f64 = 0.75;
 const LOW: f64 = 0.25;
 
@@ -61,7 +62,7 @@ impl Suspects<'_> {
         let qualities: Vec<Vec<Option<f64>>> = qualities(self.measures).map(|one| quantiles(&one.values)).collect();
         let one = |(index, row): (usize, &AuditRow<'_>)| {
             let reward = rewards[index].unwrap_or(0.5);
-            // Of several measures the one that thinks least of the rewrite.
+            // Of several measures, the lowest value.
             let quality = qualities.iter().filter_map(|values| values[index]).min_by(f64::total_cmp);
             let mut reasons = self.reasons_of_signs(index, row);
             let suspicion = reward - quality.unwrap_or(0.5) + REASON * reasons.len() as f64;
@@ -108,7 +109,7 @@ impl Suspects<'_> {
             let (Some(change), Some(value)) = (measure.change, measure.values[index]) else { continue };
             let name = measure.name.as_str();
             let is_named = OF_TEXT.iter().any(|kind| has(*kind, name));
-            // Beyond the late mean, in the direction in which the measure moved.
+            // Beyond the late mean, in the direction of the measure's change.
             let is_beyond = (value - change.late) * change.interval.mean >= 0.0;
             if is_named && is_beyond {
                 reasons.push(format!("{name} {value:.3}, {:.3} in the first steps", change.early));
@@ -135,7 +136,7 @@ impl Suspects<'_> {
     }
 }
 
-/// For each value the share of the others below it, where half of the equal ones count.
+/// For each value the share of smaller values; equal values count half.
 fn quantiles(values: &[Option<f64>]) -> Vec<Option<f64>> {
     let mut sorted: Vec<f64> = values.iter().copied().flatten().collect();
     sorted.sort_by(f64::total_cmp);

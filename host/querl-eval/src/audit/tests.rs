@@ -1,4 +1,4 @@
-//! Synthetic trainings: a policy that learns, and policies that use a hole of their reward.
+//! Synthetic trainings: a policy that learns, and policies that exploit a flaw of their reward.
 
 use super::signs::SignKind;
 use super::*;
@@ -21,7 +21,8 @@ fn passages() -> Vec<AuditPassage> {
     (0..N_QUERIES).map(passage).collect()
 }
 
-/// What a policy writes and gets: `progress` is 0 to 1, `luck` uniform in it, `plain` the rewrite of a policy without a hole.
+/// State of a policy at one response. `progress`: 0 to 1; `luck`: uniform in 0 to 1; `plain`: the rewrite of a policy that exploits
+/// nothing.
 struct Draw {
     progress: f64,
     luck: f64,
@@ -30,7 +31,8 @@ struct Draw {
     is_right: bool,
 }
 
-/// Steps of a training. `right`: by progress, the chance that the plain rewrite asks for the gold passage. `respond`: rewrite and total.
+/// Episodes of a training. `right`: probability, by progress, that the plain rewrite retrieves the gold passage. `respond`: rewrite and
+/// total.
 fn training(n_steps: u64, right: fn(f64) -> f64, respond: impl Fn(&Draw) -> (String, f64)) -> Vec<RecordedEpisode> {
     let mut rng = ChaCha8Rng::seed_from_u64(11);
     let mut episodes = Vec::new();
@@ -82,7 +84,7 @@ fn learns(progress: f64) -> f64 {
     0.5 + 0.4 * progress
 }
 
-/// The plain rewrites of a policy that has other things to learn.
+/// Quality of the plain rewrites if the policy does not improve it.
 fn stays(progress: f64) -> f64 {
     0.75 - 0.05 * progress
 }
@@ -97,7 +99,7 @@ fn honest(draw: &Draw) -> (String, f64) {
     (draw.plain.clone(), quality + 0.2 * draw.luck)
 }
 
-/// Uses the hole in more and more of the rewrites.
+/// True in an increasing share of rewrites, which exploit the flaw.
 fn is_used(draw: &Draw) -> bool {
     draw.luck < 0.05 + 0.9 * draw.progress
 }
@@ -121,7 +123,7 @@ fn a_training_without_progress_has_no_sign() {
     assert!(audit.signs.is_empty(), "{}", audit_text(&audit));
 }
 
-/// Each hole with the sign that names it.
+/// Each flaw with the sign that reports it.
 #[test]
 fn every_hole_is_found_and_named() {
     let with = |draw: &Draw, rewrite: String| if is_used(draw) { (rewrite, 1.0) } else { (draw.plain.clone(), 0.0) };
@@ -168,7 +170,7 @@ fn a_reward_that_is_unrelated_to_quality_is_found() {
     assert!(!has_it(&audited(&training(200, |_| 0.6, unrelated))), "no damage");
 }
 
-/// Quality rises first and falls later, while the reward rises all the time.
+/// Quality first increases and later decreases, while the reward increases throughout.
 #[test]
 fn over_optimisation_is_found_where_quality_ends_where_it_began() {
     let right = |progress: f64| if progress < 0.5 { 0.5 + 0.8 * progress } else { 0.9 - 1.2 * (progress - 0.5) };
@@ -177,7 +179,7 @@ fn over_optimisation_is_found_where_quality_ends_where_it_began() {
     assert!(found.message.starts_with("total, component/all rises while "), "{}", found.message);
 }
 
-/// Regression: no line said that the policy had learned to return the query.
+/// Regression: the audit did not report that the policy had learned to return the query.
 #[test]
 fn a_policy_that_returns_the_query_is_noted() {
     let notes = |late: f64| {

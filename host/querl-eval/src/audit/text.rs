@@ -8,7 +8,7 @@ use crate::text::{NOT_APPLICABLE, cut, left, one_line, or_dash, printable, right
 use querl_core::text::grouped;
 use unicode_width::UnicodeWidthStr;
 
-/// Longest line, in terminal columns.
+/// Maximum line length, in terminal columns.
 const MAX_WIDTH: usize = 100;
 
 /// Renders the audit in lines of at most 100 columns, with the signs and the verdict last. Ends with a line break.

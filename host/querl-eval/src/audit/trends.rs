@@ -40,7 +40,7 @@ impl Change {
     }
 }
 
-/// Values of a query in the two windows: their sums and numbers.
+/// Sums and numbers of a query's values in the two windows.
 #[derive(Debug, Clone, Copy, Default)]
 struct WindowSums {
     early: (f64, f64),
@@ -154,8 +154,8 @@ pub(super) fn correlation_interval(
         .interval_of(&queries, |drawn| correlation_of(drawn.iter().map(|index| &products[*index])).unwrap_or(f64::NAN))
 }
 
-/// Of each query the sums of the products of the deviations from its means: x by y, x by x, y by y. Where queries do not repeat, of all
-/// episodes as of one.
+/// For each query the sums of products of deviations from its means: x by y, x by x, y by y. If queries do not repeat, computed over all
+/// episodes as one query.
 fn products(x: &[Option<f64>], y: &[Option<f64>], rows: &AuditRows<'_>) -> BTreeMap<usize, [f64; 3]> {
     let repeats = rows.rows.len() >= 2 * rows.queries.len();
     let mut by_query: BTreeMap<usize, Vec<(f64, f64)>> = BTreeMap::new();
@@ -177,6 +177,6 @@ fn products(x: &[Option<f64>], y: &[Option<f64>], rows: &AuditRows<'_>) -> BTree
 fn correlation_of<'a>(products: impl Iterator<Item = &'a [f64; 3]>) -> Option<f64> {
     let [xy, xx, yy] = products.fold([0.0; 3], |[xy, xx, yy], one| [xy + one[0], xx + one[1], yy + one[2]]);
     let r = xy / (xx * yy).sqrt();
-    // Rounding leaves a trace of a constant.
+    // For constants, rounding leaves a tiny variance.
     (r.is_finite() && xx > 1e-12 && yy > 1e-12).then(|| r.clamp(-1.0, 1.0))
 }

@@ -4,7 +4,7 @@ use crate::terms::terms;
 use querl_core::text::{TextRun, char_ngrams, text_runs};
 use std::collections::BTreeSet;
 
-/// Longest text between spaces that is a token of its own, in characters.
+/// Maximum length, in characters, of a whitespace-separated text that is a token.
 const LONGEST_WORD: usize = 16;
 
 /// Splits a text into units: single characters in unspaced writing (Chinese), otherwise runs of letters and digits.

@@ -77,7 +77,7 @@ fn terms(text: &str) -> Vec<String> {
     single.chain(characters.windows(2).map(|pair| pair.iter().collect())).collect()
 }
 
-/// Characters, with one space for two or more of white space; a single one stays as it is.
+/// The characters of a text. Two or more whitespace characters become one space; a single one is unchanged.
 fn characters(text: &str) -> Vec<char> {
     let mut found: Vec<char> = Vec::new();
     for c in text.chars() {
@@ -102,8 +102,8 @@ impl LogisticRegression {
     /// Fits the weights: minimises `c` times the sum of the cross-entropies plus half the squared L2 norm of the weights, intercepts
     /// excluded.
     ///
-    /// For two classes scikit-learn fits only the difference of both weights. Here each class has half of it, whose square is a quarter,
-    /// so the penalty is doubled.
+    /// For two classes scikit-learn fits only the difference of both weights. Here each of the two classes has half of the difference, so
+    /// that the squared norm is half as large, and the penalty is doubled.
     ///
     /// Source: scikit-learn's `LogisticRegression(C=c)` with `solver="lbfgs"`.
     pub(crate) fn fit(rows: &[SparseRow], labels: &[usize], (n_features, n_classes): (usize, usize), c: f64) -> Self {
@@ -147,11 +147,11 @@ fn scores<'a>(weights: impl Iterator<Item = &'a [f64]>, row: &SparseRow) -> Vec<
 
 /// Stored curvature pairs, scipy's default.
 const MEMORY: usize = 10;
-/// Armijo condition: the least share of the expected decrease.
+/// Armijo condition: minimum share of the expected decrease.
 const SUFFICIENT: f64 = 1e-4;
 
-/// L-BFGS with a backtracking line search. `function` writes the gradient and returns the value. Ends where no component of the gradient
-/// exceeds `tolerance`, after `max_steps`, or where no step decreases the value.
+/// L-BFGS with a backtracking line search. `function` writes the gradient and returns the value. Ends when no component of the gradient
+/// exceeds `tolerance`, after `max_steps`, or when no step decreases the value.
 ///
 /// Source: Nocedal and Wright, "Numerical Optimization", algorithms 7.4 and 3.1.
 fn minimise(

@@ -45,14 +45,14 @@ pub fn split_off(labels: &[usize], groups: &[&str], share: f64, seed: u64) -> (V
     let (shuffled, n_classes) = (shuffled(labels, groups, seed, 0), n_classes(labels));
     let of: Vec<Vec<usize>> = shuffled.iter().map(|group| class_counts(labels, group, n_classes)).collect();
     let (mut counts, mut is_off) = (Counts::new(&of, share), vec![false; shuffled.len()]);
-    // 1. Each group that brings the classes nearer to their shares, in random order: an order by size would prefer large groups.
+    // 1. Take each group that moves the classes closer to their target shares, in random order: an order by size would prefer large groups.
     for (index, of_group) in of.iter().enumerate() {
         if counts.allows(of_group) && counts.gain(of_group) > 0.0 {
             is_off[index] = true;
             counts.add(of_group);
         }
     }
-    // 2. For a class without a split-off example, the group with the smallest excess.
+    // 2. For a class without an example in the split, take the group with the smallest excess.
     for class in 0..n_classes {
         let fits = |index: &usize| !is_off[*index] && of[*index][class] > 0 && counts.allows(&of[*index]);
         let gain = |index: usize| counts.gain(&of[index]);
@@ -69,7 +69,7 @@ pub fn split_off(labels: &[usize], groups: &[&str], share: f64, seed: u64) -> (V
     (0..labels.len()).partition(|&index| !side_of[index])
 }
 
-/// For each class: examples, groups, and examples already split off.
+/// Counts per class: examples, groups, and examples in the split so far.
 struct Counts {
     all: Vec<usize>,
     groups: Vec<usize>,
@@ -93,16 +93,16 @@ impl Counts {
         self.off.iter_mut().zip(of_group).for_each(|(off, n)| *off += n);
     }
 
-    /// Whether each class keeps an example in the rest.
+    /// True if each class keeps an example in the rest.
     fn allows(&self, of_group: &[usize]) -> bool {
         of_group.iter().enumerate().all(|(class, n)| *n == 0 || self.off[class] + n < self.all[class])
     }
 
-    /// Decrease of the squared distance of the classes from their shares.
+    /// Decrease of the squared distance of the classes from their target shares.
     fn gain(&self, of_group: &[usize]) -> f64 {
         let gain = |class: usize| {
             let all = self.all[class] as f64;
-            // A class that can be on both sides needs at least one example on each.
+            // A class with several groups needs at least one example on each side.
             let target = (self.share * all).max(f64::from(u8::from(self.groups[class] > 1)));
             let distance = |n: usize| ((n as f64 - target) / all).powi(2);
             distance(self.off[class]) - distance(self.off[class] + of_group[class])
@@ -150,11 +150,11 @@ fn assign(labels: &[usize], groups: &[&str], settings: FoldSettings, repeat: usi
     let mut counts = vec![vec![0usize; n_classes]; settings.n_folds];
     let mut fold_of = vec![0; labels.len()];
     let mut shuffled = shuffled(labels, groups, settings.seed, repeat as u64);
-    // A stable sort: groups of one size stay in random order.
+    // Stable sort: groups of equal size stay in random order.
     shuffled.sort_by_key(|group| std::cmp::Reverse(group.len()));
     for group in shuffled {
         let of_group = class_counts(labels, &group, n_classes);
-        // The fold with the smallest share of the group's classes, then the smallest, then the first.
+        // The fold with the smallest share of the group's classes; then the smallest fold; then the first.
         let share = |n: usize, class: usize| n as f64 / totals[class].max(1) as f64;
         let fullness = |fold: usize| -> f64 {
             (0..n_classes).map(|class| share(of_group[class], class) * share(counts[fold][class], class)).sum()

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// With fewer examples of a class, one prediction changes its recall by more than 10 points.
 const FEW_OF_A_CLASS: u64 = 10;
-/// A wider interval of the accuracy hardly separates two classifiers.
+/// Width of the accuracy's interval above which two classifiers can hardly be distinguished.
 const WIDE: f64 = 0.2;
 const N_BINS: usize = 10;
 
@@ -167,7 +167,7 @@ fn check(examples: &Examples<'_>, probabilities: &[Vec<f64>], options: MeasureOp
 fn warnings(measures: &Measures) -> Vec<String> {
     let mut warnings = Vec::new();
     let (wilson, drawn) = (&measures.accuracy_wilson, &measures.accuracy_bootstrap);
-    // Wilson's interval assumes independent examples; the bootstrap does not, but has no width where all predictions are correct.
+    // Wilson's interval assumes independent examples; the bootstrap does not, but has no width if all predictions are correct.
     let wilson = (wilson.low, wilson.high);
     let (low, high) = if drawn.high - drawn.low > wilson.1 - wilson.0 { (drawn.low, drawn.high) } else { wilson };
     if high - low > WIDE {

@@ -200,7 +200,7 @@ pub(crate) fn wilson(n_successes: u64, n: u64) -> Option<Proportion> {
     let (mean, n) = (n_successes as f64 / n as f64, n as f64);
     let centre = (mean + Z * Z / (2.0 * n)) / (1.0 + Z * Z / n);
     let half = Z / (1.0 + Z * Z / n) * (mean * (1.0 - mean) / n + Z * Z / (4.0 * n * n)).sqrt();
-    // Without rounding errors beyond 0 and 1.
+    // Avoids rounding errors beyond 0 and 1.
     let low = if n_successes == 0 { 0.0 } else { centre - half };
     let high = if mean == 1.0 { 1.0 } else { centre + half };
     Some(Proportion { mean, low, high })
@@ -209,12 +209,12 @@ pub(crate) fn wilson(n_successes: u64, n: u64) -> Option<Proportion> {
 /// Up to this many groups the permutation test is exact.
 const N_EXACT: usize = 14;
 
-/// One-sided p-value of a permutation test that a classifier is correct on more examples than the constant prediction of `majority`,
-/// the most frequent class of its training data.
+/// One-sided p-value of a permutation test that a classifier is correct on more examples than the constant prediction of `majority`, the
+/// most frequent class of its training data.
 ///
-/// Under the null hypothesis the predictions of the two are exchangeable. They are exchanged at random, groups as a whole, and the
-/// p-value is the share of assignments with at least the observed difference: over all assignments for few groups, else over
-/// `n_resamples` and the observed one.
+/// Under the null hypothesis the predictions of the two are exchangeable. They are exchanged at random per group, and the p-value is the
+/// share of assignments with at least the observed difference: over all assignments for few groups, else over `n_resamples` and the
+/// observed one.
 ///
 /// Source: Edgington and Onghena, "Randomization Tests"; scipy's `permutation_test` with `permutation_type="samples"`.
 pub(crate) fn beats_majority(

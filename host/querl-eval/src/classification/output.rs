@@ -8,7 +8,7 @@ use crate::text::{left, printable, right, wrapped};
 use serde::Serialize;
 use unicode_width::UnicodeWidthStr;
 
-/// Terminal columns of a number.
+/// Width of a number in terminal columns.
 const WIDTH: usize = 9;
 
 /// Renders the metrics, the per-class scores and the confusion matrix as text for a terminal. Ends with a line break.
@@ -44,7 +44,7 @@ pub fn classification_text(measures: &Measures) -> String {
     lines.join("\n") + "\n"
 }
 
-/// A line for each class: its scores and its row of the confusion matrix.
+/// One line per class: its scores and its row of the confusion matrix.
 fn class_lines(measures: &Measures) -> Vec<String> {
     let names: Vec<String> = measures.classes.iter().map(|name| printable(name)).collect();
     let width = names.iter().map(|name| name.width()).max().unwrap_or(0).max(WIDTH);

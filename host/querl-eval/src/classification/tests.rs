@@ -1,4 +1,4 @@
-//! Metrics of a classifier against scikit-learn and scipy (tests/reference/classification.py), and their cautions.
+//! Metrics of a classifier compared with scikit-learn and scipy (tests/reference/classification.py), and warnings.
 
 use super::baseline::TfIdf;
 use super::metrics::*;
@@ -93,7 +93,7 @@ fn confidence_on_an_edge_belongs_to_the_bin_below() {
 #[test]
 fn the_test_against_the_majority_class_is_scipys() {
     for case in golden()["permutations"].as_array().unwrap() {
-        // Class 0 is the majority: where it is right the label is 0; a wrong classifier predicts 2.
+        // Class 0 is the majority class: if it is correct the label is 0; an incorrect classifier predicts 2.
         let majority = indices(&case["majority"]);
         let labels: Vec<usize> = majority.iter().map(|right| 1 - right).collect();
         let correct = indices(&case["classifier"]);
@@ -171,7 +171,7 @@ fn many_examples_of_few_groups_have_cautions() {
     let labels: Vec<usize> = (0..300).map(|index| index % 2).collect();
     let names: Vec<String> = (0..300).map(|index| format!("g{}", index % 4)).collect();
     let groups: Vec<&str> = names.iter().map(String::as_str).collect();
-    // Every example of one of the four groups is wrong.
+    // All examples of one of the four groups are predicted incorrectly.
     let row = |(index, label): (usize, &usize)| {
         let predicted = if index % 4 == 0 { 1 - label } else { *label };
         (0..2).map(|class| if class == predicted { 0.9 } else { 0.1 }).collect()

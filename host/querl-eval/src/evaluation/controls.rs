@@ -61,7 +61,7 @@ impl Controls {
     /// The metrics of [`Controls::length_matched`].
     pub(crate) const METRICS: [Metric; 3] = [Metric::Top1, Metric::Mrr, Metric::Top1Score];
 
-    /// Whether two lengths in characters are about equal.
+    /// True if two lengths in characters are about equal.
     fn is_matched(one: f64, other: f64) -> bool {
         (one - other).abs() <= (0.1 * one.max(other)).max(2.0)
     }

@@ -5,7 +5,7 @@ use crate::metric::{Metric, answer, failure_code, hits};
 use querl_core::records::{EvalRecord, StyleProbability};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A query of one run. The row is part of the key, since a table may have the same query twice.
+/// A query of one run. The row is part of the key, because a table may contain a query twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct QueryKey<'a> {
     pub(super) group: &'a str,
@@ -33,7 +33,7 @@ impl StyleModel {
 
 pub(super) struct Index<'a> {
     by_system: BTreeMap<&'a str, BTreeMap<QueryKey<'a>, &'a EvalRecord>>,
-    /// False where there are hits and none has an id: then gold passages are unknown, for failed records too.
+    /// False if there are hits without passage ids: gold passages are then unknown, also for failed records.
     has_passage_ids: bool,
 }
 
@@ -62,7 +62,7 @@ impl<'a> Index<'a> {
         self.by_system.keys().copied()
     }
 
-    /// Each query once, with the record of any system.
+    /// Each query once, with the record of one of the systems.
     pub(super) fn queries(&self) -> impl Iterator<Item = (QueryKey<'a>, &'a EvalRecord)> {
         self.by_system.values().flatten().map(|(key, record)| (*key, *record))
     }
@@ -114,7 +114,7 @@ impl<'a> Index<'a> {
             .collect()
     }
 
-    /// The values of a function of records.
+    /// The values of a function of records, for one system.
     pub(super) fn of_records(
         &self,
         system: &str,

@@ -245,7 +245,7 @@ impl Evaluation {
     }
 }
 
-/// The place of a system in tables. Unknown names follow the known ones.
+/// Position of a system in tables. Unknown names follow the known ones.
 fn order(system: &str) -> usize {
     EVAL_SYSTEMS.iter().position(|known| *known == system).unwrap_or(EVAL_SYSTEMS.len())
 }
@@ -304,7 +304,7 @@ fn most_used<'a>(runs: &[Index<'a>], systems: &BTreeSet<&str>) -> (BTreeSet<&'a 
     (names.into_iter().take(MOST_COMPONENTS).map(|(name, _)| name).collect(), n_left_out)
 }
 
-#[allow(clippy::trivially_copy_pass_by_ref)] // as serde calls it
+#[allow(clippy::trivially_copy_pass_by_ref)] // the signature that serde requires
 pub(crate) fn is_zero(number: &usize) -> bool {
     *number == 0
 }

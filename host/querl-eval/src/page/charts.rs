@@ -56,7 +56,7 @@ impl Axis {
         Self { from, to }
     }
 
-    /// Minimum and maximum, widened where they are equal. `None` for no values.
+    /// Minimum and maximum, widened if they are equal. `None` without values.
     fn exact_range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
         let (low, high) =
             values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
@@ -75,7 +75,7 @@ impl Axis {
         Some((if low >= 0.0 { (low - margin).max(0.0) } else { low - margin }, high + margin))
     }
 
-    /// The position of `value` with one decimal.
+    /// SVG position of `value`, with one decimal.
     fn at(&self, value: f64) -> String {
         format!("{:.1}", self.position(value))
     }
@@ -221,7 +221,7 @@ struct ForestRow {
     high: String,
     mean_text: String,
     interval_text: String,
-    /// `better`, `worse`, or `open` where the interval includes 0.
+    /// `better`, `worse`, or `open` if the interval includes 0.
     verdict: &'static str,
     n: usize,
 }
@@ -242,7 +242,7 @@ impl Forest {
             .collect();
         let bounds = found.iter().flat_map(|(_, difference)| [difference.low.abs(), difference.high.abs()]);
         let reach = bounds.max_by(f64::total_cmp)?.max(1e-9) * 1.05;
-        // Shares are drawn as percentage points, as they are written.
+        // Shares are drawn as percentage points, as in tables.
         let scale = if matches!(metric, Metric::Top1 | Metric::WinRate) { 100.0 } else { 1.0 };
         let frame = Frame::new((104.0, 240.0), (6.0, 6.0 + FOREST_ROW * found.len() as f64));
         let axis = frame.x((-reach * scale, reach * scale));
@@ -287,7 +287,7 @@ pub(crate) struct HistogramPair {
     #[serde(flatten)]
     frame: Frame,
     ticks: Vec<Tick>,
-    /// The position of 0, where it is on the axis.
+    /// SVG position of 0, if it is on the axis.
     zero: Option<String>,
     panels: Vec<Panel>,
 }

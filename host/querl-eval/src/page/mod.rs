@@ -19,7 +19,7 @@ pub(crate) fn render(template: &str, content: &impl Serialize) -> Result<String,
     let mut environment = minijinja::Environment::new();
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::Html);
     environment.set_undefined_behavior(minijinja::UndefinedBehavior::Strict);
-    // The stylesheet is a constant of this crate, and the only text that is not escaped.
+    // The stylesheet is a constant of this crate; all other text is escaped.
     environment.add_global("css", minijinja::Value::from_safe_string(include_str!("report.css").to_owned()));
     environment.add_template("line_chart.html", include_str!("line_chart.html"))?;
     environment.add_template("page.html", template)?;

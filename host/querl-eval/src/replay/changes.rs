@@ -212,8 +212,8 @@ pub(super) fn why_no_signs(before: &Side, after: &PluginSide) -> Option<String> 
     ))
 }
 
-/// Means of one reward component before and after, over the episodes that both sides scored. An episode may lack it (the judge's without
-/// a sample).
+/// Means of one reward component before and after, over the episodes that both sides scored. Some episodes may lack the component, for
+/// example without a judge score.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct ComponentChange {
     pub(crate) name: String,
@@ -232,7 +232,7 @@ struct ComponentValues {
     change: Vec<f64>,
 }
 
-/// The most components that a comparison lists.
+/// Maximum number of components in a comparison.
 const MOST_COMPONENTS: usize = 64;
 
 /// The most used components in alphabetical order, and the number of components left out.
@@ -272,7 +272,7 @@ fn component_of(reward: &Reward, name: &str) -> Option<f64> {
     reward.components.iter().find(|part| part.name == name).map(|part| part.value)
 }
 
-/// Components shown with an episode.
+/// Number of components shown per episode.
 const N_COMPONENTS: usize = 3;
 
 /// An episode whose total reward changed.
@@ -321,7 +321,7 @@ impl ChangedComponent {
 pub(super) fn largest(scored: &[ScoredEpisode<'_>], n: usize) -> (Vec<ChangedEpisode>, Vec<ChangedEpisode>) {
     let size = |one: &ScoredEpisode<'_>| one.change().map_or(0.0, f64::abs);
     let mut changed: Vec<&ScoredEpisode<'_>> = scored.iter().filter(|one| size(one) > DRAW_TOLERANCE).collect();
-    // Stable: equal changes stay in the order of the file.
+    // Stable sort: equal changes stay in the order of the file.
     changed.sort_by(|a, b| size(b).total_cmp(&size(a)));
     let flips = changed
         .iter()

@@ -203,7 +203,7 @@ fn id_parts(id: &str) -> Option<(&str, &str)> {
     (is_run_id && !query.is_empty() && parts.next().is_none()).then_some((phase, query))
 }
 
-/// Query and context: the same query in another context is another query.
+/// Key of query and context: the same query in another context counts as another query.
 fn query_key(episode: &Episode) -> String {
     format!("{}\0{}\0{}", episode.query, episode.context.user_profile, episode.context.history_summary)
 }

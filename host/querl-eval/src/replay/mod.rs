@@ -70,7 +70,7 @@ impl Replay {
     /// Version of the JSON form.
     pub const FORMAT: u32 = 1;
 
-    /// The episodes to show: changes of sign, or the largest changes where there are none.
+    /// The episodes to show: changes of sign; if there are none, the largest changes.
     fn shown(&self) -> (&'static str, &[ChangedEpisode]) {
         if self.flips.is_empty() {
             ("largest changes", &self.largest_changes)

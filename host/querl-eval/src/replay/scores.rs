@@ -8,7 +8,7 @@ use querl_core::text::grouped;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Longest line, in terminal columns.
+/// Maximum line length, in terminal columns.
 const MAX_WIDTH: usize = 100;
 
 /// Summary of the outcomes of one plugin over a set of episodes.
@@ -20,7 +20,7 @@ pub struct ScoreSummary {
     rejected: BTreeMap<String, usize>,
     /// The declared range.
     range: (f64, f64),
-    /// Share of the declared range that the totals span, 0 to 1; `None` where nothing was scored.
+    /// Share of the declared range that the totals span, 0 to 1; `None` without scored episodes.
     range_used: Option<f64>,
     totals: Option<Distribution>,
     histogram: Option<Histogram>,
@@ -73,7 +73,7 @@ impl ScoreSummary {
     }
 }
 
-/// One character per bin, as high as its count; a blank where there is none.
+/// One block character per bin, whose height is its count; a space for an empty bin.
 fn bars(counts: &[u64]) -> String {
     const HEIGHTS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let largest = counts.iter().copied().max().unwrap_or(0).max(1);
@@ -124,7 +124,7 @@ impl OutcomeChange {
         (!is_same).then_some(change)
     }
 
-    /// The change of the total; infinite where one side is a rejection.
+    /// Absolute change of the total; infinite if one side is a rejection.
     fn size(&self) -> f64 {
         match (&self.before, &self.after) {
             (BriefOutcome::Total(before), BriefOutcome::Total(after)) => (after - before).abs(),

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 const MAX_BINS: f64 = 20.0;
 
-/// A quotient this close below an edge counts as on it: 0.3 / 0.1 is 2.9999999999999996.
+/// Tolerance below a bin edge: 0.3 / 0.1 is 2.9999999999999996.
 const EDGE_TOLERANCE: f64 = 1e-9;
 
 /// Mean, standard deviation and quantiles of one or more values.
@@ -56,7 +56,7 @@ impl Distribution {
     pub(super) const FIGURES: [&'static str; 9] = ["mean", "sd", "min", "5%", "25%", "50%", "75%", "95%", "max"];
 }
 
-/// The arithmetic mean; `None` where it is not finite.
+/// The arithmetic mean; `None` if it is not finite.
 pub(super) fn mean(values: &[f64]) -> Option<f64> {
     let mean = values.iter().sum::<f64>() / values.len() as f64;
     mean.is_finite().then_some(mean)
@@ -120,7 +120,7 @@ impl Bins {
         if !(high - low).is_finite() {
             return None;
         }
-        // One value, or values that differ by rounding: one bin at the scale of the value.
+        // One value, or values that differ only by rounding: one bin whose width depends on the value.
         let flat = high - low <= EDGE_TOLERANCE * high.abs().max(1.0);
         let rough = if flat { 0.1 * high.abs().max(1.0) } else { (high - low) / (MAX_BINS - 1.0) };
         let magnitude = 10f64.powf(rough.log10().floor());
@@ -137,7 +137,7 @@ impl Bins {
     }
 
     fn edges(&self) -> Vec<f64> {
-        // Division where the width is below 1: 3 / 10 is 0.3, 3 * 0.1 is not.
+        // Divides if the width is below 1: 3 / 10 is 0.3, 3 * 0.1 is not.
         let edge = |index: i64| {
             let index = index as f64;
             if self.width < 1.0 { index / (1.0 / self.width).round() } else { index * self.width }
@@ -168,7 +168,7 @@ impl Correlation {
 
 /// Totals rounded to 1e-9 (the tolerance of a tie), so that the same components summed in another order give ties.
 pub(super) fn rounded(values: &[f64]) -> Vec<f64> {
-    // From a million on, neighbouring f64 differ by about as much. Adding 0 turns -0 into 0.
+    // Above a million, adjacent f64 values differ by about this much. Adding 0 converts -0 to 0.
     values.iter().map(|value| if value.abs() < 1e6 { (value * 1e9).round() / 1e9 + 0.0 } else { *value }).collect()
 }
 
@@ -185,7 +185,7 @@ fn pearson(xs: &[f64], ys: &[f64]) -> Option<f64> {
         xx += x * x;
         yy += y * y;
     }
-    // In this form identical lists give exactly 1, and large values do not overflow.
+    // This form gives exactly 1 for identical lists, and does not overflow for large values.
     let r = xy / xx * (xx / yy).sqrt();
     r.is_finite().then(|| r.clamp(-1.0, 1.0))
 }
@@ -233,7 +233,7 @@ impl Pairs {
         Self { n, kept: n - flipped - became_tied - became_ordered - tied, flipped, became_tied, became_ordered, tied }
     }
 
-    /// Kendall's tau-b; `None` where a side has no two different values.
+    /// Kendall's tau-b; `None` if all values of a side are equal.
     fn tau_b(&self) -> Option<f64> {
         let ordered = self.kept + self.flipped;
         let (before, after) = (ordered + self.became_tied, ordered + self.became_ordered);

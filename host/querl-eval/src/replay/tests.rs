@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 const OPTIONS: ReplayOptions = ReplayOptions { n_shown: 3, seed: 7, n_resamples: 200 };
 
-/// Query, step, sample, retrieval score of policy and teacher, outcomes before and after.
+/// (query, step, sample, retrieval scores of policy and teacher, outcome before, outcome after).
 type Row = (&'static str, u64, u64, (f64, f64), Option<Outcome>, Outcome);
 
 fn scored(total: f64, win: f64) -> Outcome {
@@ -124,7 +124,7 @@ fn changes_of_sign_are_counted_and_the_largest_shown_first() {
     assert_eq!(moves.iter().map(|one| (one.from, one.to)).collect::<Vec<_>>(), expected);
     assert_eq!(found.flips.iter().map(|one| one.line).collect::<Vec<_>>(), [5, 3]);
     assert_eq!(found.flips[0].components[0].after, Some(-0.75));
-    // Three ties of rows that are not compared count too: retrieval does not depend on the reward.
+    // Includes three ties of rows without a comparison: retrieval does not depend on the reward.
     assert_eq!(found.retrieval, SignCounts { won: 4, drew: 4, lost: 2 });
 }
 

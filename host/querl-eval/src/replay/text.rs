@@ -8,7 +8,7 @@ use crate::bootstrap::Interval;
 use crate::text::{Digits, NOT_APPLICABLE, counted, cut, left, one_line, or_dash, printable, right, wrapped};
 use unicode_width::UnicodeWidthStr;
 
-/// Longest line, in terminal columns.
+/// Maximum line length, in terminal columns.
 const MAX_WIDTH: usize = 100;
 
 const BAR_WIDTH: usize = 26;

@@ -16,7 +16,7 @@ struct ChartSpec {
 /// The label of a curve and its names in `metrics.jsonl`; the first recorded one is drawn.
 type CurveSpec = (&'static str, &'static [&'static str]);
 
-/// Names of verl, TRL and of the training loop of the source document.
+/// The charts. Metric names are those of verl, of TRL, and older ones.
 const CHARTS: &[ChartSpec] = &[
     ChartSpec {
         stage: "rl",
@@ -90,7 +90,7 @@ const CHARTS: &[ChartSpec] = &[
     },
 ];
 
-/// The name of retrieval in a run without it, and the metrics that do not apply then.
+/// Name of retrieval in a run without retrieval, and the metrics that then do not apply.
 const NO_RETRIEVAL: &str = "none";
 const OF_RETRIEVAL: [&str; 4] = ["win_rate", "avg_top1", "avg_top1_teacher", "avg_quality"];
 
@@ -104,7 +104,7 @@ pub(super) struct Curves {
     n_others_left_out: usize,
 }
 
-/// The most metrics without a chart that are listed.
+/// Maximum number of listed metrics without a chart.
 const MOST_OTHERS: usize = 400;
 
 /// A metric in `metrics.jsonl` that is in no chart of the report.

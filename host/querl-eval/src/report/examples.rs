@@ -22,7 +22,7 @@ struct Example {
     query: String,
     profile: String,
     history: String,
-    /// RL beats the teacher.
+    /// True if RL is better than the teacher.
     is_win: bool,
     answers: Vec<Answer>,
 }
@@ -37,7 +37,7 @@ struct Answer {
     passage: Option<String>,
     score: String,
     reward: Option<String>,
-    /// `gold`, `other`, or empty where the gold passage is unknown.
+    /// `gold`, `other`, or empty if the gold passage is unknown.
     mark: &'static str,
     mark_text: String,
 }

@@ -1,4 +1,4 @@
-//! Synthetic records of a seeded generator, with the shape of real ones.
+//! Synthetic records from a seeded generator, with the shape of real ones.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use querl_core::records::{
@@ -23,7 +23,7 @@ const QUERIES: [(&str, &str, &str, &str); 6] = [
     ("小孩挑食能吃点啥", "宝妈，孩子5岁", "", "5岁儿童挑食适合服用哪些锌或益生菌产品"),
 ];
 
-/// A query of row `row`; two neighbours form a group.
+/// The query of row `row`; two adjacent rows form a group.
 pub(crate) fn query(row: usize) -> QueryRow {
     let (text, profile, history, _) = QUERIES[row % QUERIES.len()];
     QueryRow {
@@ -60,7 +60,7 @@ pub(crate) fn record(system: &str, row: usize, outcome: Result<SystemAnswer, Rej
     EvalRecord { system: system.to_owned(), query: query(row), outcome }
 }
 
-/// Four systems of rising quality on `n` queries, with some failures.
+/// Records of four systems with increasing quality on `n` queries, with some failures.
 pub(crate) fn invented_records(n: usize) -> Vec<EvalRecord> {
     let mut rng = ChaCha8Rng::seed_from_u64(5);
     let mut records = Vec::new();

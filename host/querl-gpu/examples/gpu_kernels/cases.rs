@@ -12,10 +12,10 @@ use querl_model::kernels::{Node, RopeTable, RowTree};
 
 pub(crate) const RANK: usize = 16;
 
-/// Tokens of each sequence of a pass.
+/// Number of tokens per sequence.
 const SEQUENCE: usize = 256;
 
-/// Hands every case to `measure`, one after another, so that memory is given back between.
+/// Calls `measure` with each case in turn, so that memory is freed in between.
 pub(crate) fn each(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) {
     let forward = [elementwise, rows, norms, rotary, attention, projections, products, logprobs];
     for group in forward.into_iter().chain([optimizer, packed, dropout, columns, random]) {
@@ -27,7 +27,7 @@ pub(crate) fn each(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) 
 
 type Measure<'m> = &'m mut dyn FnMut(Case<'_>);
 
-/// A call with its floors.
+/// A call with the minimum work of its kernels.
 pub(crate) fn case<'a>(
     name: impl Into<String>,
     floors: Vec<(&'static str, Floor)>,
@@ -40,7 +40,7 @@ pub(crate) fn bytes(kernel: &'static str, n: usize) -> Vec<(&'static str, Floor)
     vec![(kernel, Floor::Bytes(n as f64))]
 }
 
-/// Normal values in bf16.
+/// Normally distributed values in bf16.
 pub(crate) fn halves(gpu: &Gpu, n: usize) -> Result<CudaSlice<bf16>> {
     gpu.normal(n, n as u64, 0.5)
 }
@@ -130,7 +130,7 @@ fn rotary(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
         measure(case(name("norm_rope"), bytes("norm_rope", 4 * n), || {
             rope.norm_rope(gpu, &x, norm, &positions).map(drop)
         }));
-        // Without a norm the gradient is the values' turn the other way.
+        // Without a norm the gradient is the inverse rotation.
         let floor = if norm.is_some() { bytes("norm_rope_gradients", 6 * n) } else { bytes("norm_rope", 4 * n) };
         measure(case(name("norm_rope_gradients"), floor, || {
             rope.norm_rope_gradients(gpu, &x, norm, &positions, &grad, 0).map(drop)
@@ -139,7 +139,7 @@ fn rotary(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Separate sequences, and as many rows of sequences that begin with the same ones.
+/// Separate sequences, and the same number of rows in sequences with a common prefix.
 fn attention(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let length = SEQUENCE.min(sizes.n_rows);
     let n = (sizes.n_rows / SEQUENCE).max(1);
@@ -180,7 +180,7 @@ fn attention_of(gpu: &Gpu, shape: &DecoderConfig, tree: &RowTree, name: &str, me
     Ok(())
 }
 
-/// A layer's widest projection with its adapter: the products are cuBLAS's.
+/// A layer's widest projection with its adapter; cuBLAS computes the products.
 fn projections(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let (n, n_in, n_out) = (sizes.n_rows, sizes.shape.hidden_size, sizes.shape.intermediate_size);
     let weight = DeviceWeight::new(halves(gpu, n_out * n_in)?, n_out, n_in)?;
@@ -199,7 +199,7 @@ fn projections(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Products of the frozen weights: of many rows by the rate of products, of few by the bandwidth.
+/// Products of the frozen weights: limited by compute with many rows, by memory bandwidth with few.
 fn products(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let (hidden, wide) = (sizes.shape.hidden_size, sizes.shape.intermediate_size);
     let q_width = sizes.shape.n_heads * sizes.shape.head_dim;
@@ -222,7 +222,7 @@ fn products(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
 
 fn logprobs(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let (width, n_tokens) = (sizes.shape.hidden_size, sizes.shape.vocab_size);
-    // Only answers are asked for: an eighth of the rows.
+    // Only response rows are needed: an eighth of all rows.
     let n = (sizes.n_rows / 8).max(1);
     let head = DeviceWeight::new(halves(gpu, n_tokens * width)?, n_tokens, width)?;
     let targets: Vec<u32> = (0..n).map(|row| (row * 7919 % n_tokens) as u32).collect();
@@ -267,7 +267,7 @@ fn optimizer(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Weights in fewer bits: packed, widened, and multiplied with few rows as they are stored.
+/// Quantized weights: packing, unpacking, and products with few rows without unpacking.
 fn packed(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let (n_in, n_out) = (sizes.shape.hidden_size, sizes.shape.intermediate_size);
     let (n, values) = (n_in * n_out, halves(gpu, n_in * n_out)?);
@@ -317,7 +317,7 @@ fn dropout(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Kernels of DoRA other than products.
+/// Kernels of DoRA, without products.
 fn columns(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let (n_rows, width) = (sizes.n_rows, sizes.shape.hidden_size);
     let (n, size) = (n_rows * width, format!("{n_rows} rows of {width}"));
@@ -338,7 +338,7 @@ fn columns(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Weights of models without a file.
+/// Random weights, for models without a file.
 fn random(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let (n_rows, width) = (sizes.shape.intermediate_size, sizes.shape.hidden_size);
     let (n, half) = (n_rows * width, width / 2);

@@ -10,7 +10,7 @@ use querl_cuda::device::{
 };
 use querl_model::kernels::RopeTable;
 
-/// Tokens of a prompt with half of its answer.
+/// Number of tokens of a prompt with half of its response.
 const CONTEXT: usize = 288;
 
 pub(crate) fn each(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) {
@@ -21,13 +21,13 @@ pub(crate) fn each(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) 
     }
 }
 
-/// The last block of each sequence, where every one has blocks of its own.
+/// Slots in the last block of each sequence, if no blocks are shared.
 fn last_slots(gpu: &Gpu, n: usize, width: usize) -> Result<CudaSlice<u32>> {
     let last = |sequence: usize| ((sequence * width + width - 1) * BLOCK_TOKENS) as u32;
     gpu.upload(&(0..n).map(last).collect::<Vec<_>>())
 }
 
-/// Each sequence in blocks of its own.
+/// Attention over sequences that share no blocks.
 fn attention(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
     let (n, shape) = (sizes.n_sequences, &sizes.shape);
     let (head_dim, n_kv_heads) = (shape.head_dim, shape.n_kv_heads);
@@ -59,7 +59,7 @@ struct Epilogues {
 }
 
 impl Epilogues {
-    /// Of `n` rows and products of these widths.
+    /// Epilogues for `n` rows and products of these widths.
     fn new(gpu: &Gpu, n: usize, widths: &[usize], bias: Option<&CudaSlice<f32>>) -> Result<Self> {
         let lora_b = |(index, width): (usize, &usize)| {
             Ok(LoraB { b: halves(gpu, width * RANK)?, rank: RANK, first: index * RANK, scale: 2.0 })
@@ -79,7 +79,7 @@ impl Epilogues {
     }
 }
 
-/// Queries, keys and values after their products: LoRA B, norm, RoPE, into the KV cache.
+/// The epilogue of query, key and value projections: LoRA B, norm, RoPE, write to the KV cache.
 fn finished_heads(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
     let (n, shape) = (sizes.n_sequences, &sizes.shape);
     let (head_dim, n_kv_heads) = (shape.head_dim, shape.n_kv_heads);
@@ -112,7 +112,7 @@ fn finished_heads(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -
     Ok(())
 }
 
-/// Gate and up after their products, and an output with a bias.
+/// The epilogues of gate and up projections, and of an output projection with a bias.
 fn finished_products(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
     let (n, hidden, wide) = (sizes.n_sequences, sizes.shape.hidden_size, sizes.shape.intermediate_size);
     let epilogues = Epilogues::new(gpu, n, &[wide, wide], None)?;
@@ -131,21 +131,21 @@ fn finished_products(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)
     Ok(())
 }
 
-/// The last block of a prompt, copied for every sequence that follows it, in all layers.
+/// Copies of a prompt's last block for every response, in all layers.
 fn copies(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
     let (n, shape) = (sizes.n_sequences, &sizes.shape);
     let cache = CacheShape { n_blocks: 2 * n, n_kv_heads: shape.n_kv_heads, head_dim: shape.head_dim };
     let all = shape.n_layers * cache.len();
     let (mut keys, mut values) = (halves(gpu, all)?, halves(gpu, all)?);
     let pairs = gpu.upload(&(0..n as u32).flat_map(|block| [block, block + n as u32]).collect::<Vec<_>>())?;
-    // Half of the keys and half of the values are read, and as many written.
+    // Half of the keys and values are read, and the same amount is written.
     measure(case(format!("copy_blocks: {n} in {} layers", shape.n_layers), bytes("copy_blocks", 4 * all), || {
         gpu.copy_blocks(&mut keys, &mut values, &pairs, cache, shape.n_layers)
     }));
     Ok(())
 }
 
-/// From the whole distribution, then with every filter.
+/// Sampling without and with all filters.
 fn sampling(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
     let (n, n_tokens) = (sizes.n_sequences, sizes.shape.vocab_size);
     let mut logits = gpu.to_f32(&halves(gpu, n * n_tokens)?)?;
@@ -161,7 +161,7 @@ fn sampling(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Resu
             min_new_tokens: 0,
             stop_ids: gpu.upload(&[2u32])?,
         };
-        // The floor is one pass over the logits; see the note at the table of floors.
+        // The minimum work is one pass over the logits; see the note at the table.
         measure(case(format!("choose: {n} rows of {n_tokens}, {name}"), bytes("choose", 4 * n * n_tokens), || {
             let uniforms = Some(uniforms.as_view());
             let rows = SamplingRows { lengths: lengths.as_view(), responses: None, uniforms };

@@ -37,7 +37,7 @@ impl Line {
     }
 
     pub(crate) fn failed(case: &str, error: &Error) -> Self {
-        // Of candle's errors the first line is the sentence.
+        // The first line of candle's errors is the message.
         let sentence = error.to_string().lines().next().unwrap_or_default().to_owned();
         Self { case: case.to_owned(), kernel: "", seconds: 0.0, floor: None, error: Some(sentence) }
     }

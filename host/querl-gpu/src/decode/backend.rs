@@ -130,7 +130,7 @@ impl DecodeBackend {
         Box::new(Activations { buffer: buffer.clone(), len, linears: None, head_norm: None })
     }
 
-    /// The product with the matrices A of all members.
+    /// Computes the product with the LoRA A matrices of all members.
     fn project_lora_a(&self, linears: &LinearGroup, x: &CudaView<'_, bf16>) -> Result<()> {
         let Some(a) = &linears.lora_a else { return Ok(()) };
         let n_in = linears.n_in();
@@ -192,7 +192,7 @@ impl LayerBackend for DecodeBackend {
         outputs.try_into().map_err(|_| Error::Msg(format!("expected {N} linear layers to give as many outputs")))
     }
 
-    /// Queries of all rows: `finish_heads` takes queries, keys and values of the same rows, and [`PagedAttention`] picks.
+    /// Queries of all rows: `finish_heads` takes queries, keys and values of the same rows, and [`PagedAttention`] selects the query rows.
     fn project_qkv(
         &self,
         qkv: &Arc<LinearGroup>,

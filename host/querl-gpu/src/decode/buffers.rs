@@ -90,7 +90,7 @@ pub(super) struct StepBuffers {
     pub(super) backend: DecodeBackend,
     pub(super) hidden: CudaSlice<bf16>, // (S + 1, H), after the final norm
     pub(super) picked: CudaSlice<bf16>, // (S, H), by response
-    pub(super) logits: CudaSlice<f32>,  // (some of S, V)
+    pub(super) logits: CudaSlice<f32>,  // (part of S, V)
     /// Logits before penalties, `(S, n_response_tokens)`.
     pub(super) original_logits: CudaSlice<f32>,
     pub(super) frame: Frame,
@@ -124,7 +124,7 @@ impl StepBuffers {
         Ok(Self {
             sizes,
             backend: DecodeBackend::new(gpu, config, sizes, lora_width)?,
-            // Rows that fill up a step are normed and multiplied, but not read.
+            // Padding rows of a step are computed but not read.
             hidden: gpu.zeros((n_sequences + 1) * hidden)?,
             picked: gpu.alloc(n_sequences * hidden)?,
             logits: gpu.alloc(n_logit_rows * config.vocab_size)?,

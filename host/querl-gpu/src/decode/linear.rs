@@ -15,7 +15,7 @@ pub(super) struct TensorReader<'g> {
     tensor_gpu: &'g Gpu,
     /// Contiguous copies, freed when they have been read.
     copies: RefCell<Vec<Tensor>>,
-    /// One number, not 0 once a trained value is NaN or Inf.
+    /// A flag, set to a value other than 0 if a trained value is NaN or Inf.
     non_finite: RefCell<CudaSlice<u32>>,
 }
 
@@ -65,10 +65,10 @@ impl<'g> TensorReader<'g> {
         }
     }
 
-    /// Ends reading: the tensors may be written or freed after this. Fails if a trained value is NaN or Inf.
+    /// Finishes reading; the tensors may be modified or freed afterwards. Returns an error if a trained value is NaN or Inf.
     pub(super) fn finish(self) -> Result<()> {
         self.tensor_gpu.wait_for(self.gpu)?;
-        // With such values every score is NaN; reported here, as on the CPU, and not at the first sampled token.
+        // With such values every logit would be NaN. Reported here, as on the CPU, instead of at the first sampled token.
         if self.gpu.download(&*self.non_finite.borrow())? != [0] {
             bail!("a weight of the policy holds a value that is not finite as bf16");
         }
@@ -91,7 +91,7 @@ pub(super) struct DecodeLinear {
     pub(super) weight: DeviceWeight,
     pub(super) lora_b: Option<LoraB>,
     bias: Option<CudaSlice<f32>>,
-    /// DoRA's, on each output before the bias.
+    /// DoRA's factor on each output, before the bias.
     factor: Option<CudaSlice<f32>>,
 }
 
@@ -116,7 +116,7 @@ impl LinearGroup {
         let is_plain = self.is_plain();
         self.members.iter().zip(linears).all(|(member, linear)| {
             let (rank, scale) = member.lora_b.as_ref().map_or((0, 0.0), |lora_b| (lora_b.rank, lora_b.scale));
-            // A plain product takes its scale as an argument, which a captured graph keeps; others read it from the table.
+            // A plain product gets its scale as a kernel argument, which is fixed in a captured graph; others read it from the table.
             let same_scale = !is_plain || scale == linear.pair.map_or(0.0, |pair| pair.scale);
             let same_dora = member.factor.is_some() == linear.factor.is_some();
             rank == rank_of(linear) && same_scale && same_dora && matches!(linear.weight, Weight::Accelerator(_))

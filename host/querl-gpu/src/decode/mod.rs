@@ -47,7 +47,7 @@ use weights::PolicyWeights;
 
 /// A policy on a GPU, with its KV cache and the buffers of its decode steps.
 pub(crate) struct GpuPolicy {
-    /// With its own stream: generation may overlap training.
+    /// GPU handle with a separate stream, because generation may overlap training.
     gpu: Gpu,
     tensor_gpu: Gpu,
     config: DecoderConfig,
@@ -77,7 +77,7 @@ impl GpuPolicy {
         self.graphs.n_captured()
     }
 
-    /// Frees the memory of steps, and the graphs that use it.
+    /// Frees the buffers of decode steps, and the CUDA graphs that use them.
     fn free_steps(&mut self) {
         self.graphs = new_graphs(self.weights.as_ref(), &self.parallel);
         self.buffers = None;
@@ -143,7 +143,7 @@ impl DecodePolicy for GpuPolicy {
     }
 }
 
-/// With tensor parallelism steps are not captured: before each all-reduce the ranks synchronise on the host.
+/// With tensor parallelism decode steps are not captured, because ranks synchronise on the CPU before each all-reduce.
 fn new_graphs(weights: Option<&PolicyWeights>, parallel: &TensorParallel) -> GraphCache {
     GraphCache::new(weights.is_some_and(PolicyWeights::can_be_captured) && !parallel.is_sharded())
 }

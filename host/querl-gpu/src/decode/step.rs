@@ -19,16 +19,16 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What the launches of a decode step depend on.
+/// The parameters that determine the launches of a decode step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct GraphKey {
-    /// Sequences, filled up to a bucket.
+    /// Number of sequences, padded to a bucket.
     n: usize,
     n_splits: usize,
 }
 
 enum GraphState {
-    /// Launched once without a graph: everything that it needs is loaded.
+    /// Launched once without a graph, so that all code is loaded.
     WarmedUp,
     Captured(Graph),
     /// Capture is impossible or has failed.
@@ -79,7 +79,7 @@ impl Step<'_> {
     ) -> Result<(), ModelError> {
         let lengths: Vec<usize> = units.iter().map(|unit| unit.tokens.len()).collect();
         let passes = passes(&lengths, self.buffers.sizes.n_rows);
-        // For each response the row of the hidden state that it continues.
+        // Row of the hidden state that each response continues.
         let sources: Vec<usize> = hidden_rows(units)
             .into_iter()
             .zip(&*units)
@@ -134,7 +134,7 @@ impl Step<'_> {
         let layout = FrameLayout::new(&shape);
         self.buffers.longest = spans.iter().map(|span| units[span.unit].cache.len()).max().unwrap_or(0);
         self.buffers.frame.send(self.gpu, layout.len, |words| {
-            words.fill(0); // rows that fill up the step: token 0, which attends to nothing
+            words.fill(0); // padding rows: token 0, which attends to nothing
             write_rows(words, &layout, &shape, units, spans);
             write_responses(words, &layout, &shape, units, sources);
             words[layout.copies.clone()].copy_from_slice(copies.as_flattened());
@@ -143,7 +143,7 @@ impl Step<'_> {
         Ok(shape)
     }
 
-    /// Tokens of a response that the logits processors read.
+    /// Number of response tokens that the logits processors read.
     fn n_response_tokens(&self, rules: &LogitsProcessor<'_>) -> usize {
         if self.sampling.read_responses() { rules.settings.max_new_tokens } else { 0 }
     }
@@ -182,7 +182,7 @@ impl Step<'_> {
                 self.graphs.graphs.insert(key, GraphState::Captured(graph));
                 Ok(())
             }
-            // What cannot be captured can be launched; any other error occurs again.
+            // A step that cannot be captured can still be launched; any other error will occur again.
             Err(_) => {
                 self.graphs.graphs.insert(key, GraphState::NotCapturable);
                 self.forward_to_logits(shape)
@@ -212,7 +212,7 @@ impl Step<'_> {
         let words = |range: &Range<usize>| frame.words(range.clone());
         let rows = |device_rows| Rows { positions: Arc::default(), dropout: None, device_rows };
         let all = LayerRows { context: context.clone(), rows: rows(None), query_rows: None };
-        // After the last layer's keys and values, only the last row of each sequence is needed.
+        // The last layer needs keys and values of all rows, but only the last row of each sequence as query.
         let last =
             (!shape.is_one_each).then(|| Arc::new(LastRows { words: frame.shared(), range: layout.last_rows.clone() }));
         let device_rows = last.clone().map(|last| last as Arc<_>);
@@ -254,7 +254,7 @@ impl Step<'_> {
         })
     }
 
-    /// Appends known hidden states to those that were computed, and returns those that are needed later.
+    /// Uploads known hidden states after the computed ones, and downloads those that are needed later.
     fn exchange_hidden(&mut self, units: &mut [ScheduledSequence<'_>]) -> Result<(), ModelError> {
         let width = self.config.hidden_size;
         for (row, unit) in hidden_rows(units).into_iter().zip(units) {
@@ -277,7 +277,7 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Samples the next token of each response, or hands the logits to beams. `has_logits`: whether the pass computed them.
+    /// Samples the next token of each response, or passes the logits to beam search. `has_logits`: true if the pass computed the logits.
     fn choose(
         &mut self,
         units: &mut [ScheduledSequence<'_>],
@@ -373,7 +373,7 @@ impl Step<'_> {
     }
 }
 
-/// The row of each unit's hidden state: those that are computed in their order, then those that are known.
+/// The row of each sequence's hidden state: first the computed ones in order, then the known ones.
 fn hidden_rows(units: &[ScheduledSequence<'_>]) -> Vec<usize> {
     let (mut computed, mut known) = (0, units.iter().filter(|unit| !unit.tokens.is_empty()).count());
     let row = |unit: &ScheduledSequence<'_>| {
@@ -384,7 +384,7 @@ fn hidden_rows(units: &[ScheduledSequence<'_>]) -> Vec<usize> {
     units.iter().map(row).collect()
 }
 
-/// Cuts the new tokens of all sequences into passes of at most `max_rows` rows.
+/// Divides the new tokens of all sequences into passes of at most `max_rows` rows.
 fn passes(lengths: &[usize], max_rows: usize) -> Vec<Vec<Span>> {
     let (mut passes, mut spans, mut n_rows, mut hidden) = (Vec::new(), Vec::new(), 0, 0);
     for (unit, &len) in lengths.iter().enumerate().filter(|(_, len)| **len > 0) {
@@ -404,7 +404,7 @@ fn passes(lengths: &[usize], max_rows: usize) -> Vec<Vec<Span>> {
     passes
 }
 
-/// Tokens, their slots, and the block tables of their sequences.
+/// Writes tokens, KV cache slots, and block tables to the frame.
 fn write_rows(
     words: &mut [u32],
     layout: &FrameLayout,
@@ -437,7 +437,7 @@ fn write_rows(
     }
 }
 
-/// What sampling reads of each response, and its random numbers.
+/// Writes the inputs of sampling for each response, and its random numbers, to the frame.
 fn write_responses(
     words: &mut [u32],
     layout: &FrameLayout,

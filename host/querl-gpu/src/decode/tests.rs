@@ -1,4 +1,4 @@
-//! Generation on a GPU against generation on the CPU, and against itself under other circumstances. Run by tests/cuda/run.sh.
+//! Generation on a GPU compared with generation on the CPU, and with itself under other conditions. Run by tests/cuda/run.sh.
 
 #[path = "../../../querl-model/tests/support/prompts.rs"]
 mod prompts;
@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-/// The others have heads that no kernel takes.
+/// The other checkpoints have head sizes that no kernel supports.
 const NAMES: [&str; 3] = ["qwen2-tied", "qwen2-untied", "qwen3-tied"];
 
 /// Next to the sources, or in the folder that the environment names: this program is copied to machines with a GPU.
@@ -57,7 +57,7 @@ fn adapter(decoder: &Decoder, seed: usize) -> LoraAdapter {
     adapter
 }
 
-/// The first has one answer, the next two, up to four.
+/// Requests for 1 response, 2 responses, and so on up to 4.
 fn requests(prompts: &[Vec<u32>]) -> Vec<GenerationRequest<'_>> {
     prompts.iter().enumerate().map(|(i, prompt)| GenerationRequest { prompt, seed: i as u64, n: 1 + i % 4 }).collect()
 }
@@ -79,7 +79,7 @@ fn generate(
     engine.generate(requests, decoding, sampling, &BTreeSet::from([2])).unwrap().into_iter().flatten().collect()
 }
 
-/// Off by so much at most, in nats: activations are bf16. The largest difference found is 0.08.
+/// Maximum difference of log-probabilities in nats, because activations are bf16. The largest measured difference is 0.08.
 const TOLERANCE: f32 = 0.2;
 
 struct Pair {
@@ -101,7 +101,7 @@ impl Pair {
         engine
     }
 
-    /// Log-probabilities of every token of the vocabulary before each token of an answer, by the CPU, which reads it as a whole.
+    /// Log-probabilities of every token of the vocabulary before each token of an answer, computed on the CPU in one pass.
     fn distributions(&self, prompt: &[u32], answer: &[u32], temperature: f64) -> Vec<Vec<f32>> {
         let (decoder, adapter) = &self.on_cpu;
         let sequence = [prompt, answer].concat();
@@ -116,7 +116,7 @@ impl Pair {
         logits[prompt.len() - 1..sequence.len() - 1].iter().map(logprobs).collect()
     }
 
-    /// Compares an answer of the GPU with what the CPU makes of its tokens. Returns the largest difference of log-probabilities.
+    /// Compares a response of the GPU with the CPU's log-probabilities of its tokens. Returns the largest difference.
     fn compared(&self, prompt: &[u32], answer: &Generated, decoding: Decoding, temperature: f64) -> f32 {
         let mut worst = 0f32;
         let rows = self.distributions(prompt, &answer.token_ids, temperature);
@@ -132,7 +132,7 @@ impl Pair {
     }
 }
 
-/// Log-probabilities of an answer's tokens by the training pass.
+/// Log-probabilities of a response's tokens in the training pass.
 fn trained_logprobs(
     decoder: &Decoder,
     adapter: &LoraAdapter,
@@ -193,8 +193,8 @@ fn answers_are_those_of_the_cpu_but_for_rounding() {
     }
 }
 
-/// The simulated cuBLAS sums in one order, whatever else is in a product; a GPU's may not, and the kernel for few rows has an order
-/// of its own.
+/// The simulated cuBLAS has one order of summation for any product size. A GPU's cuBLAS may not, and the kernel for few rows has another
+/// order.
 #[test]
 fn answers_do_not_depend_on_what_else_is_in_progress() {
     by_cublas_alone(in_other_company);
@@ -245,7 +245,7 @@ fn steps_are_recorded_and_a_policy_takes_the_place_of_the_one_before() {
     assert!(answers(None, 4).0 == alone(None), "the bare base, of other shapes");
 }
 
-/// With more sequences than `few_rows` takes a packed weight is unpacked, into memory that a captured step must find again.
+/// With more sequences than `few_rows` supports, a packed weight is unpacked, into memory that must stay valid for a captured step.
 #[test]
 fn captured_steps_of_many_sequences_unpack_the_base() {
     let decoder = Decoder::load_on(&golden("qwen2-tied"), Weights::Frozen, BaseDtype::Nf4, &gpu_device()).unwrap();
@@ -280,7 +280,7 @@ fn a_policy_of_another_scale_has_steps_of_its_own() {
     assert!(found[0] != found[1] && found[0] == found[2] && found[1] == alone(&strong));
 }
 
-/// Regression: NaN in an adapter became attention to nothing, and generation continued.
+/// Regression: NaN in an adapter gave attention outputs of 0, and generation continued.
 #[test]
 fn a_nan_policy_is_refused_and_the_next_one_is_accepted() {
     let pair = Pair::new("qwen3-tied");
@@ -293,7 +293,7 @@ fn a_nan_policy_is_refused_and_the_next_one_is_accepted() {
         let mut values = var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         values[5] = value;
         var.set(&Tensor::from_vec(values, var.shape(), var.device()).unwrap()).unwrap();
-        // In the place of the one before, and where there is none.
+        // Replaces the previous policy, and sets one if there is none.
         for version in [10 * version, 10 * version + 1] {
             let refused = engine.set_policy(Some(&bad), version).unwrap_err().to_string();
             assert!(refused.contains("not finite as bf16"), "{refused}");
@@ -305,7 +305,7 @@ fn a_nan_policy_is_refused_and_the_next_one_is_accepted() {
     assert!(generate(&mut engine, &requests, Decoding::Sample, &sampling(6)) == expected);
 }
 
-/// Regression: after a call for which there was no memory, every further one found a GPU without a KV cache.
+/// Regression: after a call that ran out of memory, all further calls lacked a KV cache.
 #[test]
 fn after_a_call_too_large_for_the_gpu_others_work() {
     let (pair, prompts) = (Pair::new("qwen2-tied"), prompts());
@@ -319,7 +319,7 @@ fn after_a_call_too_large_for_the_gpu_others_work() {
     assert!(answers(&mut engine) == expected);
 }
 
-/// The numbers that the module's documentation tells, of two layers.
+/// The numbers in the module's documentation, for two layers.
 #[test]
 fn a_step_takes_few_launches_whatever_the_number_of_sequences() {
     let decoder = decoder("qwen3-tied", &gpu_device());
@@ -414,7 +414,7 @@ fn shapes(n_layers: usize) -> DecoderConfig {
         n_kv_heads: 2,
         head_dim: 16,
         max_positions: 1024,
-        initializer_range: 0.125, // what goes through a layer keeps its size
+        initializer_range: 0.125, // activations keep their magnitude through layers
         ..shapes
     }
 }
@@ -438,8 +438,8 @@ fn long_prompts_are_read_in_parts_as_at_once() {
     }
 }
 
-/// What the limits of `rl/rollout_check.rs` rest on: how far rollouts and the training pass, both of the GPU, differ in models of
-/// several depths.
+/// The measurements for the limits in `rl/rollout_check.rs`: the difference of rollouts and training pass on a GPU, in models of several
+/// depths.
 #[test]
 fn rollouts_and_training_differ_by_rounding_at_every_depth() {
     let prompt: Vec<u32> = (0..20).map(|i| (i * 29 + 3) % 200).collect();

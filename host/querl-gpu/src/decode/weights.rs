@@ -84,8 +84,8 @@ impl PolicyWeights {
         Ok(true)
     }
 
-    /// Whether a decode step allocates nothing after the first, so that it can be captured: with a packed embedding, rows are unpacked into
-    /// new memory at each step.
+    /// True if decode steps after the first allocate nothing, so that they can be captured. With a packed embedding, rows are unpacked into
+    /// new memory in each step.
     pub(super) fn can_be_captured(&self) -> bool {
         self.embedding.bf16().is_some()
     }
@@ -99,7 +99,7 @@ impl PolicyWeights {
     }
 }
 
-/// Between steps no activations refer to the group.
+/// Mutable access to a group: between steps no activations refer to it.
 fn owned(group: &mut Arc<LinearGroup>) -> Result<&mut LinearGroup> {
     Arc::get_mut(group).ok_or_else(|| Error::Msg("weights in use; internal error, please report it".into()))
 }

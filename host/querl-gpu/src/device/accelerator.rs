@@ -202,7 +202,7 @@ impl Accelerator for Gpu {
         }))
     }
 
-    /// The copy's memory returns to the pool after each call and is taken from there again, which costs nothing.
+    /// The memory of the copy is returned to the pool after each call and taken from it again, which takes no time.
     fn memory_copy(&self, n_bytes: usize) -> Result<Box<dyn FnMut() -> Result<()> + '_>> {
         let from = self.zeros::<u8>(n_bytes)?;
         self.synchronize()?;

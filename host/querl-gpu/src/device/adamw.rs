@@ -24,7 +24,7 @@ pub struct GradientNorm {
     values: CudaSlice<f32>,
 }
 
-/// Values of one block. Sums are formed by chunk, then in the order of the chunks.
+/// Values per thread block. Sums are computed per chunk, then in the order of the chunks.
 const CHUNK: usize = 8192;
 
 impl GradientNorm {

@@ -10,52 +10,52 @@ use candle_core::{Result, bail};
 use half::bf16;
 use querl_model::kernels::RowTree;
 
-/// Queries and keys of a tile.
+/// Number of queries and of keys in a tile.
 const TILE: usize = 64;
 
-/// Queries of a tile that the backward pass of keys holds at a time.
+/// Queries of a tile that the backward pass for keys has in memory at a time.
 const QUERIES_AT_ONCE: usize = 32;
 
-/// Threads of a block: four warps.
+/// Threads per block: four warps.
 const TILE_THREADS: usize = 128;
 
-/// An item, what one block of the backward pass of keys goes through, is at most about this part of all pairs of tiles: what many
-/// sequences begin with is seen by all of them, and one block for it would still work when all others are done. There are as many
-/// blocks for each key-value head, so that each is a small part of a multiprocessor's work.
+/// Maximum size of a work item (the work of one thread block in the backward pass for keys), as a divisor of the number of tile pairs. All
+/// sequences attend to a shared prefix, and a single block for it would still run when all others are done. There are as many blocks for
+/// each key-value head, so that each is a small part of a multiprocessor's work.
 const ITEMS: usize = 256;
 
-/// Tiles of `QUERIES_AT_ONCE` that an item may always have: more parts cost more to write and to add than they save.
+/// Minimum for the maximum number of tiles of `QUERIES_AT_ONCE` per item: writing and adding more partial sums costs more than it saves.
 const LEAST_TILES_PER_ITEM: usize = 8;
 
-/// The only item of its tile of keys: it has no place in the parts.
+/// Marks the only item of a tile of keys, which writes no partial sums.
 const ALONE: u32 = u32::MAX;
 
 /// The query rows of a prefix tree, and which tiles of queries and keys see each other.
 pub struct TreeQueries {
     n_queries: usize,
     n_rows: usize,
-    /// Of each query its row.
+    /// Row of each query.
     rows: CudaSlice<u32>,
-    /// Of each row where what sees it ends.
+    /// For each row, the end of the range of rows that attend to it.
     ends: CudaSlice<u32>,
-    /// Of each tile of queries: its number and where its list begins and ends, the longest list first. `(tiles, 3)`.
+    /// For each tile of queries: its index, and start and end of its list; longest list first. `(tiles, 3)`.
     forward: CudaSlice<u32>,
-    /// Tiles of keys that a tile of queries sees, times 2, plus 1 where it needs the mask.
+    /// Tiles of keys that a tile of queries attends to, times 2, plus 1 if the mask is needed.
     keys: CudaSlice<u32>,
-    /// Of each item: its tile of keys and where its list begins and ends, the longest first. `(items, 4)`, the last for the place
-    /// of its sums, or `ALONE`.
+    /// For each item: its tile of keys, start and end of its list, and the index of its partial sums or `ALONE`; longest list first.
+    /// `(items, 4)`.
     backward: CudaSlice<u32>,
-    /// Tiles of `QUERIES_AT_ONCE` that see a tile of keys, as above.
+    /// Tiles of `QUERIES_AT_ONCE` queries that attend to a tile of keys, encoded as above.
     queries: CudaSlice<u32>,
-    /// Tiles of keys that have not one item, and where their sums begin and end. `(tiles, 3)`.
+    /// Tiles of keys with several (or no) items, and start and end of their partial sums. `(tiles, 3)`.
     joined: CudaSlice<u32>,
     n_items: usize,
     n_joined: usize,
-    /// Items with a place for sums.
+    /// Number of items with partial sums.
     n_parts: usize,
 }
 
-/// The lists of tiles, computed on the host, so that they are tested without a GPU.
+/// The lists of tiles, computed on the CPU, so that they can be tested without a GPU.
 #[derive(Debug, Default, PartialEq)]
 struct Tiles {
     rows: Vec<u32>,
@@ -84,7 +84,7 @@ impl Tiles {
         tiles
     }
 
-    /// Of each tile of so many queries the tiles of keys that it sees, and 1 where that takes the mask.
+    /// For each tile of `n_queries` queries: the tiles of keys that it attends to, and 1 if the mask is needed.
     fn pairs(&self, n_queries: usize) -> Vec<Vec<(u32, u32)>> {
         let reach = |ends: &[u32]| (ends.iter().copied().min(), ends.iter().copied().max());
         let of_keys: Vec<_> = self.ends.chunks(TILE).map(reach).collect();
@@ -101,7 +101,7 @@ impl Tiles {
         self.rows.chunks(n_queries).map(of_tile).collect()
     }
 
-    /// The same from the side of the keys, in items of bounded length.
+    /// Computes the lists by tiles of keys, in items of bounded length.
     fn turn(&mut self) {
         let mut seen_by = vec![Vec::new(); self.ends.len().div_ceil(TILE)];
         for (tile, seen) in self.pairs(QUERIES_AT_ONCE).iter().enumerate() {
@@ -200,13 +200,13 @@ struct Heads {
     n_heads: usize,
     n_kv_heads: usize,
     head_dim: usize,
-    /// Which of a kernel's forms serves.
+    /// Index of the kernel variant for this head size.
     shape: usize,
     padded: usize,
 }
 
 impl Heads {
-    /// Shared memory of so many rows; 8 values more than a row has keep its neighbours out of the same banks.
+    /// Bytes of shared memory for `n_rows` rows. Rows are padded by 8 values, to avoid bank conflicts.
     fn bytes(self, n_rows: usize) -> usize {
         n_rows * (self.padded + 8) * size_of::<bf16>()
     }

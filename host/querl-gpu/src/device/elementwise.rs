@@ -11,7 +11,7 @@ use std::ops::Range;
 
 /// Number type of kernels: f32 or bf16.
 pub trait Element: DeviceRepr + ValidAsZeroBits + CudaDType + Copy + 'static {
-    /// The type in cuBLAS.
+    /// The type's constant in cuBLAS.
     const CUDA_TYPE: cudaDataType;
 
     /// The kernel for this type: `names[0]` is for f32, `names[1]` for bf16.
@@ -230,7 +230,7 @@ impl Gpu {
         Ok(y)
     }
 
-    /// `names`: of the kernels whose results are f32 and bf16.
+    /// `names`: the kernels with f32 and bf16 results.
     fn scale<From: Element, To: Element>(
         &self,
         names: [&'static str; 2],
@@ -283,9 +283,9 @@ impl Gpu {
 
 /// Inverse of a list of row indices: for each row, the positions in the list that name it, ascending.
 pub struct InverseIndex {
-    /// Where each row's list begins, `(rows + 1)`.
+    /// Start of each row's list, `(rows + 1)`.
     starts: CudaSlice<u32>,
-    /// The lists, one after another.
+    /// The concatenated lists.
     index: CudaSlice<u32>,
     n_rows: usize,
 }

@@ -23,7 +23,7 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 /// at its first use.
 const CODE_BYTES: usize = 64 << 20;
 
-/// Every open GPU: an operation of candle's graph only knows the device of its tensors.
+/// All open GPUs: an operation of candle's graph knows only the device of its tensors.
 static OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
 
 /// A GPU with one stream; clones share it.
@@ -72,7 +72,7 @@ impl Gpu {
         let stream = self.inner.stream.context().new_stream().map_err(Error::wrap)?;
         let blas = Arc::new(CudaBlas::new(stream.clone()).map_err(Error::wrap)?);
         let (device, module) = (self.inner.device.clone(), self.inner.functions.module.clone());
-        let trace = self.inner.trace.clone(); // a trace has the launches of both
+        let trace = self.inner.trace.clone(); // a trace includes the launches of both streams
         Ok(Self { inner: Arc::new(Inner::new(device, stream, module, blas, trace)?) })
     }
 
@@ -274,7 +274,7 @@ impl Inner {
 }
 
 impl Drop for Inner {
-    /// Kernels and workspace are freed only when nothing on the stream uses them.
+    /// Kernels and workspace are freed only after all work on the stream has finished.
     fn drop(&mut self) {
         if self.stream.synchronize().is_err() {
             // After an error that destroys the context, cuBLAS and cuRAND cannot be destroyed, and their wrappers panic: they remain
@@ -304,7 +304,7 @@ fn keep_freed_memory(context: &candle_core::cuda_backend::cudarc::driver::CudaCo
     }
 }
 
-/// Gives cuBLAS its workspace, which a captured step must not allocate, and keeps sums of split products in f32.
+/// Sets cuBLAS's workspace, because a captured step must not allocate, and keeps the partial sums of split products in f32.
 fn prepare(handle: &CudaBlas, workspace: &CudaSlice<u8>, stream: &CudaStream) -> Result<()> {
     let (pointer, _guard) = workspace.device_ptr(stream);
     let mode = blas::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;

@@ -60,7 +60,7 @@ impl From<f64> for Arg {
 
 pub(super) const THREADS: usize = 256;
 
-/// Values that a thread of an element-wise kernel reads at a time: 16 bytes of bf16.
+/// Values that a thread of an element-wise kernel reads at once: 16 bytes of bf16.
 const VALUES_PER_THREAD: usize = 8;
 
 /// Number of blocks of an element-wise kernel over `n` values: at most as many as fill the GPU, since threads have grid-stride loops.
@@ -91,7 +91,7 @@ const DEFAULT_SHARED_BYTES: usize = 40 << 10;
 pub(super) struct Functions {
     pub(super) module: Arc<CudaModule>,
     loaded: Mutex<HashMap<&'static str, (CudaFunction, usize)>>,
-    /// Most shared memory of a block.
+    /// Maximum shared memory per block.
     limit: usize,
 }
 
@@ -153,7 +153,7 @@ impl Gpu {
         }
         #[cfg(test)]
         count();
-        // A function is looked up in the context of this thread.
+        // A function is looked up in this thread's current context.
         self.stream().context().bind_to_thread().map_err(Error::wrap)?;
         let function = self.functions().get(name, shared_bytes)?;
         let mut args: Vec<_> = args.iter_mut().map(Arg::address).collect();
@@ -232,7 +232,7 @@ impl Gpu {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         self.stream().begin_capture(mode).map_err(Error::wrap)?;
         let done = work();
-        // Ends the capture in any case. No flags: the graph owns no memory.
+        // Ends the capture in any case. No flags, because the graph owns no memory.
         let flags = sys::CUgraphInstantiate_flags(0);
         let graph = self.stream().end_capture(flags);
         done?;

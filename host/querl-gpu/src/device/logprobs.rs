@@ -13,15 +13,15 @@ use std::ops::Range;
 
 /// Sums of each row, saved by the forward pass for the backward pass.
 pub struct LogprobRows {
-    /// Logarithm of the sum of exponentials, and entropy: `(N, 2)`.
+    /// Log-sum-exp and entropy of each row: `(N, 2)`.
     sums: CudaSlice<f32>,
     temperature: f64,
 }
 
-/// Threads that read a row's part.
+/// Threads per row of a part.
 const ROW_THREADS: usize = 512;
 
-/// Tokens of each part of the vocabulary.
+/// The token ranges of the parts of the vocabulary.
 fn parts(n_rows: usize, n_tokens: usize) -> impl Iterator<Item = Range<usize>> {
     let size = (GPU_LOGITS / n_rows.max(1) / GPU_LOGITS_PER_ROW).max(1) * GPU_LOGITS_PER_ROW;
     (0..n_tokens).step_by(size).map(move |start| start..(start + size).min(n_tokens))

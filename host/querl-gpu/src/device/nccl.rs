@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 /// With less free memory than this, a failure of CUDA within NCCL may be out of memory: NCCL allocates buffers of about this size.
 const BUFFER_BYTES: usize = 64 << 20;
 
-/// How long NCCL is polled before this thread sleeps between two polls; an all-reduce is submitted long before.
+/// Time of busy polling before this thread sleeps between two polls; submitting an all-reduce takes less.
 const SPIN_TIME: Duration = Duration::from_millis(1);
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
@@ -28,7 +28,7 @@ const POLL_INTERVAL: Duration = Duration::from_micros(100);
 #[repr(C)]
 pub(crate) struct UniqueId([c_char; 128]);
 
-/// `ncclConfig_t` as of 2.26, to which later releases have added at the end; they read as many bytes as `size` says.
+/// `ncclConfig_t` as of 2.26, which later releases extend at the end; they read as many bytes as `size` says.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -164,7 +164,7 @@ unsafe fn function<T: Copy>(found: &NcclLibrary, name: &str) -> std::result::Res
 /// One rank's handle of an NCCL communicator.
 pub(crate) struct Nccl {
     api: &'static Api,
-    /// The GPU's; its context lives as long as the communicator.
+    /// The GPU's stream; its context lives as long as the communicator.
     stream: Arc<CudaStream>,
     /// `None` once it has ended. Locked during a call of NCCL: two threads must not use it at the same time.
     comm: Mutex<Option<Handle>>,
@@ -224,7 +224,7 @@ impl Nccl {
         self.done("ncclAllReduce", comm, status, check)
     }
 
-    /// Waits until what was begun with `comm`, which the caller holds, is no longer in progress.
+    /// Waits until the operation that was started with `comm` (locked by the caller) is no longer in progress.
     fn done(&self, what: &str, comm: Comm, mut status: Status, check: Check) -> Result<()> {
         let begun = Instant::now();
         while status == IN_PROGRESS {
@@ -243,7 +243,7 @@ impl Nccl {
     }
 
     fn end(&self, end: End) {
-        // Not locked while it ends: a caller during this time finds none.
+        // Not locked while it ends: a concurrent caller finds no communicator.
         let taken = self.held().take();
         if let Some(Handle(comm)) = taken {
             // NCCL finds the GPU without a context as well; bound in case a version does not.
@@ -276,13 +276,13 @@ fn comm_of(held: &Option<Handle>) -> Result<Comm> {
 const WARM_UP_SIZES: [usize; 2] = [1, 4 << 20];
 
 impl Communicator for Nccl {
-    /// Ends what is on its way, so that nobody waits for a rank that has failed: what sums were to be written is not whole. All ranks
-    /// do it, and NCCL may wait for them: it is for a thread of its own.
+    /// Aborts operations in progress, so that no rank waits for a failed one; their results are incomplete. All ranks call this, and NCCL
+    /// may wait for them, so it needs a separate thread.
     fn abort(&self) {
         self.end(self.api.abort);
     }
 
-    /// Gives back what the communicator holds, after the last sum. As [`Nccl::abort`], for all ranks and a thread of its own.
+    /// Frees the communicator after the last operation. As for [`Nccl::abort`], all ranks call this, each on a separate thread.
     fn close(&self) {
         self.end(self.api.destroy);
     }
@@ -317,13 +317,13 @@ impl Gpu {
     /// Waits until submitted work is done on all ranks; a collective operation.
     pub fn settle(&self, ranks: &Ranks) -> Result<()> {
         let waited = self.synchronize();
-        // An aborted all-reduce may make the GPU fail; what aborted it is the reason.
+        // An aborted all-reduce may cause a GPU error; report the reason for the abort instead.
         ranks.check().map_err(Error::wrap)?;
         waited?;
         ranks.barrier().map_err(Error::wrap)
     }
 
-    /// This rank's end of the communicator, which is created when all ranks first come here.
+    /// This rank's end of the communicator, which is created when all ranks first call this.
     fn communicator(&self, ranks: &Ranks) -> Result<Arc<Nccl>> {
         let alone = || RanksError::Failed { rank: ranks.rank(), message: "its process group has no other rank".into() };
         let created = ranks.communicator().ok_or_else(alone).map_err(Error::wrap)?;
@@ -349,7 +349,7 @@ pub(super) fn operation_name(n_values: usize) -> String {
     format!("all-reduce of {n_values} values on GPUs")
 }
 
-/// `CUmemAccessDesc`; cudarc has another type for each version of CUDA.
+/// `CUmemAccessDesc`; cudarc has a different type for each version of CUDA.
 #[repr(C)]
 struct Access {
     /// 1: a device.

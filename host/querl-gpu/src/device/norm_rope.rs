@@ -8,7 +8,7 @@ use candle_core::{Result, bail};
 use half::bf16;
 use querl_model::kernels::RopeTable;
 
-/// Most partial sums of the gradient of a norm's weight: a constant, so that results do not depend on the GPU.
+/// Maximum number of partial sums of the gradient of a norm's weight: a constant, so that results do not depend on the GPU.
 const MAX_NORM_PARTS: usize = 256;
 
 impl Gpu {
@@ -96,10 +96,10 @@ pub struct DeviceRope {
     n_positions: usize,
 }
 
-/// Heads of a block: a warp each.
+/// Heads per block: one warp each.
 const HEADS_PER_BLOCK: usize = 8;
 
-/// Most partial sums of the gradient of a per-head norm's weight: a constant, so that results do not depend on the GPU.
+/// Maximum number of partial sums of the gradient of a per-head norm's weight: a constant, so that results do not depend on the GPU.
 const MAX_ROPE_PARTS: usize = 512;
 
 impl DeviceRope {

@@ -141,7 +141,7 @@ impl CustomOp1 for GpuLinear {
     }
 }
 
-/// See [`querl_model::kernels::trained_linear`]; without a bias, since only the head is computed with it, which has none.
+/// See [`querl_model::kernels::trained_linear`]; without a bias, because it is only used for the head, which has none.
 pub(super) fn trained_linear(gpu: &Gpu, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     if bias.is_some() {
         bail!("a trained linear layer with a bias outside of a transformer layer on the GPU");
@@ -201,7 +201,7 @@ impl GpuLogprobs {
         Ok(Self { gpu, head, targets, temperature, rows: OnceLock::new() })
     }
 
-    /// Gradient of the hidden states, and of the head where there is memory for it.
+    /// Gradient of the hidden states, and of the head if memory for it is given.
     fn gradients(&self, hidden: &Tensor, grad: &Tensor, of_head: Option<&mut CudaSlice<f32>>) -> Result<Tensor> {
         let Some(rows) = self.rows.get() else { bail!("backward before the log-probabilities were computed") };
         let grad = contiguous(grad)?;

@@ -12,11 +12,11 @@ use candle_core::{Result, bail};
 use half::bf16;
 use querl_model::backend::{BLOCK_TOKENS, split_values};
 
-/// Query heads of one key-value head that a thread block takes at once: the rows of a tensor-core product.
+/// Query heads per key-value head that a thread block processes at once: the rows of a tensor-core product.
 const HEADS_AT_ONCE: usize = 16;
 
-/// Rows that a thread block takes at once at most, where their heads leave room for it (`MOST_TOGETHER` in `cuda/decode.cuh`): what
-/// several of them see is read once.
+/// Maximum number of rows that a thread block processes at once, if their heads leave room (`MOST_TOGETHER` in `cuda/decode.cuh`): keys
+/// that several rows attend to are read once.
 const MOST_TOGETHER: usize = 4;
 
 /// Dimensions of the KV cache of one layer: keys and values are each `(blocks, kv_heads, BLOCK_TOKENS, D)` bf16.
@@ -54,7 +54,8 @@ pub struct Sequences<'a> {
     pub n_splits: usize,
 }
 
-/// Rows that a thread block takes at once, where each alone would make `n_blocks` of them: two blocks stay for each processor.
+/// Number of rows that a thread block processes at once. `n_blocks`: number of blocks with one row each. At least two blocks per processor
+/// remain.
 fn rows_together(group: usize, n_blocks: usize, n_processors: usize) -> usize {
     let with_room = (HEADS_AT_ONCE / group.max(1)).clamp(1, MOST_TOGETHER);
     with_room.min(n_blocks / (2 * n_processors).max(1)).max(1)
@@ -180,7 +181,7 @@ pub struct Epilogue {
     padding: i32,
 }
 
-// SAFETY: as `cuda/finish.cuh` declares it: plain numbers, and every byte has a meaning or is there for none.
+// SAFETY: as `cuda/finish.cuh` declares it: plain numbers, and every byte is a field or explicit padding.
 unsafe impl DeviceRepr for Epilogue {}
 
 /// LoRA B of a linear layer, `(out, rank)`, rounded to bf16.
@@ -234,14 +235,14 @@ pub struct HeadNorms<'a> {
     pub eps: f32,
 }
 
-/// Rows that a block of `finish_heads` takes, and one of the others.
+/// Rows per block of `finish_heads`, and of the other kernels.
 const ROWS_OF_HEADS: usize = 16;
 const ROWS: usize = 8;
 
 impl Gpu {
     /// Applies epilogues, per-head norms and RoPE to queries `(n, heads * D)` in place, and to keys and values `(n, kv_heads * D)`, which
     /// are written to the cache slots `slots`; a slot outside the cache is skipped. `epilogues`: those of q_proj, k_proj and v_proj.
-    #[allow(clippy::too_many_arguments)] // a layer has so many parts
+    #[allow(clippy::too_many_arguments)] // a layer has this many parts
     pub fn finish_heads(
         &self,
         [q, k, v]: [&mut CudaViewMut<'_, bf16>; 3],

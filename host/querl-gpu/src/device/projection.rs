@@ -35,7 +35,7 @@ pub struct ParameterGradients {
     pub a: CudaSlice<f32>,
     /// Gradient of LoRA B `(out, rank)`.
     pub b: CudaSlice<f32>,
-    /// `scale * g B`, `(N, rank)`: what the input's gradient needs in addition to `g`.
+    /// `scale * g B`, `(N, rank)`: needed for the input's gradient in addition to `g`.
     low: CudaSlice<bf16>,
 }
 

@@ -74,7 +74,7 @@ impl SampledTokens<'_> {
 
 const SAMPLING_THREADS: usize = 1024;
 
-/// Logits that are summed together, as on the CPU.
+/// Number of logits per sum of exponentials, as on the CPU.
 const BLOCK: usize = 512;
 
 impl Gpu {
@@ -129,7 +129,7 @@ impl Gpu {
     }
 }
 
-/// Frames in flight: one is filled while another is copied.
+/// Number of frames in page-locked memory: one is filled while another is copied.
 const N_HOST: usize = 2;
 
 /// Page-locked and GPU memory for the inputs of a decode step: words of 4 bytes, at the same GPU address in each step.

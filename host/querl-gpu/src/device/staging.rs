@@ -4,10 +4,10 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, CudaStream
 use candle_core::{Error, Result, bail};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes of a piece for weights: long enough that the copy engine is rarely idle between two.
+/// Buffer size in bytes for weights: large enough that the copy engine is rarely idle between two buffers.
 pub(super) const WEIGHT_PIECE: usize = 32 << 20;
 
-/// Bytes of a piece for token ids, positions and lists of tiles.
+/// Buffer size in bytes for token ids, positions and lists of tiles.
 pub(super) const SMALL_PIECE: usize = 1 << 20;
 
 /// Page-locked host memory in several buffers, which are filled in turn.
@@ -57,7 +57,7 @@ impl Ring {
 
 pub(super) struct Piece {
     memory: PinnedHostSlice<u8>,
-    /// Recorded after the copy that reads it.
+    /// An event that is recorded after the copy from this buffer.
     is_read: CudaEvent,
 }
 

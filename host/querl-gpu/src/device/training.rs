@@ -49,7 +49,7 @@ pub(crate) struct LinearState {
     lora: OnceLock<Rounded>,
 }
 
-/// A and B in bf16, as products read them.
+/// A and B in bf16, for matrix products.
 struct Rounded {
     a: CudaSlice<bf16>,
     b: CudaSlice<bf16>,
@@ -64,7 +64,7 @@ struct Open<'a> {
     lora: Option<(&'a Rounded, &'a Lora)>,
 }
 
-/// DoRA's factor on each output, and what its gradient is multiplied with.
+/// DoRA's factor on each output, and the factor of its gradient.
 struct OpenMagnitude<'a> {
     factor: BorrowedValues<'a>,
     inverse_length: BorrowedValues<'a>,
@@ -79,7 +79,7 @@ impl<'a> OpenMagnitude<'a> {
 #[derive(Default)]
 pub(crate) struct LinearGradients {
     lora: Option<ParameterGradients>,
-    /// With magnitudes: the gradient of the outputs times their factors, which is that of all but bias and magnitude.
+    /// With magnitudes: the gradient of the outputs times the factors, for all gradients but those of bias and magnitude.
     scaled: Option<CudaSlice<bf16>>,
     magnitude: Option<CudaSlice<f32>>,
     weight: Option<CudaSlice<f32>>,
@@ -493,7 +493,7 @@ impl TrainingBackend for GpuBackend {
     }
 }
 
-/// What `f` makes of each, or the first error.
+/// Maps an array with `f`; returns the first error.
 fn each<T, R, const N: usize>(all: [T; N], f: impl FnMut(T) -> Result<R>) -> Result<[R; N]> {
     let done: Vec<R> = all.into_iter().map(f).collect::<Result<_>>()?;
     done.try_into().map_err(|_| Error::Msg(format!("expected {N} linear layers to give as many outputs")))
@@ -503,9 +503,9 @@ fn each<T, R, const N: usize>(all: [T; N], f: impl FnMut(T) -> Result<R>) -> Res
 pub(super) struct LayerRows {
     pub(super) rope: Arc<DeviceRope>,
     pub(super) positions: CudaSlice<u32>,
-    /// The query rows, and which tiles of queries and keys see each other.
+    /// The query rows, and the lists of tiles of queries and keys that attend to each other.
     pub(super) queries: TreeQueries,
-    /// With the keys of all rows.
+    /// The dropout mask with the random keys of all rows.
     dropout: Option<(DropoutMask, CudaSlice<u64>)>,
 }
 

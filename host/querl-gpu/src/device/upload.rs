@@ -9,7 +9,7 @@ use candle_core::{DType, Result, bail};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-/// Values that one thread converts at a time.
+/// Number of values that a thread converts at a time.
 const CHUNK: usize = 1 << 16;
 
 impl Gpu {
@@ -82,7 +82,7 @@ fn size_of_float(dtype: DType) -> Result<usize> {
 trait Float: Element + Send + Sync {
     fn rounded(value: f32) -> Self;
 
-    /// Of bf16, whatever its bits.
+    /// Converts from bf16, including NaN and Inf.
     fn widened(value: bf16) -> Self;
 
     fn is_number(self) -> bool;
@@ -116,7 +116,7 @@ impl Float for f32 {
     }
 }
 
-/// Whether all of them are finite.
+/// Converts values. Returns true if all are finite.
 fn convert<T: Float>(bytes: &[u8], dtype: DType, out: &mut [T]) -> bool {
     let (size, value): (usize, fn(&[u8]) -> T) = match dtype {
         DType::F32 => (4, |b| T::rounded(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),

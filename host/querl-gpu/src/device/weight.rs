@@ -152,11 +152,11 @@ impl DeviceWeight {
 /// Storage formats with fewer bits than bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PackedFormat {
-    /// 1.0625 bytes per weight: 255 even steps up to the largest of 64 neighbours of a row.
+    /// 1.0625 bytes per weight: 255 equidistant steps up to the largest absolute value of 64 consecutive weights of a row.
     Int8,
-    /// 0.5625 bytes per weight: QLoRA's 16 values (NormalFloat), as shares of the largest of 64 neighbours of a row.
+    /// 0.5625 bytes per weight: QLoRA's 16 values (NormalFloat), relative to the largest absolute value of 64 consecutive weights of a row.
     Nf4,
-    /// 1 byte per weight: fp8 e4m3, scaled so that the largest of a row is 448.
+    /// 1 byte per weight: fp8 e4m3, scaled so that the largest absolute value of a row is 448.
     Fp8,
 }
 
@@ -207,7 +207,7 @@ pub(super) struct PackedRows {
 }
 
 impl PackedRows {
-    /// Memory for a weight whose rows are still to be packed.
+    /// Allocates memory for a weight whose rows will be packed later.
     pub(super) fn new(gpu: &Gpu, (n_out, n_in): (usize, usize), format: PackedFormat) -> Result<Self> {
         if n_out == 0 || n_in == 0 {
             bail!("a weight of shape ({n_out}, {n_in}) holds nothing");
@@ -237,7 +237,7 @@ impl PackedRows {
         unsafe { gpu.launch(self.format.pack_kernel::<T>(), [n_blocks, 1, 1], THREADS, 0, &mut args) }
     }
 
-    /// Unpacks some rows, or those of `ids`, to bf16, into the beginning of `values`.
+    /// Unpacks a range of rows, or the rows `ids`, to bf16 at the start of `values`.
     pub(super) fn unpack(
         &self,
         gpu: &Gpu,
@@ -266,22 +266,22 @@ impl PackedRows {
     }
 }
 
-/// Rows of a block (`2 * ROW_TILE` in `cuda/few_rows.cuh`); with more the weight is read again, by another block.
+/// Rows per block (`2 * ROW_TILE` in `cuda/few_rows.cuh`); with more rows, another block reads the weight again.
 const ROWS_OF_BLOCK: usize = 16;
 
-/// Outputs of a block (`BLOCK_OUTPUTS`).
+/// Outputs per block (`BLOCK_OUTPUTS`).
 const OUTPUTS_OF_BLOCK: usize = 32;
 
-/// Up to so many rows a packed weight is read directly; with more, unpacking it for cuBLAS is faster. On an H200, for a weight of
-/// (18944, 3584), `few_rows` took 49 to 64 us with 16 rows, 78 to 108 with 32 and 142 to 196 with 64; unpacking and the product took 115
-/// to 132.
+/// Maximum number of rows for which a packed weight is read directly; with more, unpacking it for cuBLAS is faster. On an H200, for a
+/// weight of (18944, 3584), `few_rows` took 49 to 64 us with 16 rows, 78 to 108 with 32 and 142 to 196 with 64; unpacking and the product
+/// took 115 to 132.
 const MOST_OF_PACKED: usize = 2 * ROWS_OF_BLOCK;
 
-/// Up to so many rows a weight in bf16 is: it is read once either way, and cuBLAS's tiles are made for more rows.
+/// The same for a weight in bf16: it is read once either way, but cuBLAS's tiles are designed for more rows.
 const MOST_OF_BF16: usize = ROWS_OF_BLOCK;
 
-/// For tests that compare products of few rows with products of many, bit by bit: cuBLAS computes all of this thread's; the
-/// simulated one sums in one order.
+/// For tests that compare products of few rows with products of many rows bit by bit: cuBLAS computes all products of this thread. The
+/// simulated cuBLAS has one order of summation.
 #[cfg(test)]
 pub(crate) fn by_cublas_alone<R>(f: impl FnOnce() -> R) -> R {
     BY_CUBLAS_ALONE.set(true);

@@ -23,7 +23,7 @@ fn frozen(rows: usize, cols: usize) -> FrozenWeight {
     FrozenWeight::pack(&var(rows, cols), BaseDtype::F32).unwrap()
 }
 
-/// What an operation computes forward and what in both directions: multiplications and additions, and bytes.
+/// Number of multiplications and additions, and bytes, of an operation's forward pass, and of forward and backward pass.
 struct Cost {
     forward: [f64; 2],
     both: [f64; 2],
@@ -110,7 +110,7 @@ fn activation(shape: &ModelShape, n: usize) -> Operation {
 fn attended(shape: &ModelShape, n: usize) -> Operation {
     let (q, k, v) = (var(n, shape.hidden), var(n, shape.kv_width), var(n, shape.kv_width));
     let queries = Queries::all(&RowTree::separate(&vec![TOKENS_PER_SEQUENCE; n / TOKENS_PER_SEQUENCE]));
-    let scores = (n * shape.hidden * TOKENS_PER_SEQUENCE) as f64; // half of them are seen, two products
+    let scores = (n * shape.hidden * TOKENS_PER_SEQUENCE) as f64; // causal mask: half of them, in two products
     let bytes = (8 * n * (shape.hidden + shape.kv_width)) as f64;
     let (cost, dim) = (Cost { forward: [2.0 * scores, bytes], both: [7.0 * scores, 3.0 * bytes] }, shape.head_dim);
     (cost, Box::new(move || attention(&q, &k, &v, &queries, dim).unwrap()))

@@ -18,7 +18,7 @@ pub(crate) fn measure(n_threads: usize) -> Peaks {
     Peaks { f32_flops, bf16_flops, bytes_per_second: bandwidth(n_threads) }
 }
 
-/// Operations a second of `work`, which returns how many it did, on all threads at once.
+/// Operations per second of `work`, which returns its number of operations, run on all threads.
 fn best_rate(n_threads: usize, work: fn() -> f64) -> f64 {
     let mut best = 0f64;
     for _ in 0..20 {
@@ -40,7 +40,7 @@ fn f32_chains() -> f64 {
     plain_chains()
 }
 
-/// Chains that the compiler vectorises as it can.
+/// Chains of additions and multiplications that the compiler may vectorise.
 fn plain_chains() -> f64 {
     let (mut sums, factor) = ([[1f32; 16]; 6], black_box(0.999f32));
     for _ in 0..STEPS {
@@ -50,7 +50,7 @@ fn plain_chains() -> f64 {
     (STEPS * 6 * 16 * 2) as f64
 }
 
-/// 12 independent chains hide the latency of the two multipliers.
+/// 12 independent chains hide the latency of the two FMA units.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn f32_chains_avx512() -> f64 {
@@ -86,7 +86,7 @@ fn bf16_chains_avx512() -> f64 {
     (STEPS / 2 * 16 * 32 * 2) as f64
 }
 
-/// Sums 512 MB that no cache holds.
+/// Memory bandwidth, measured by summing 512 MB, which exceeds all caches.
 fn bandwidth(n_threads: usize) -> f64 {
     let values = vec![1u64; 64 << 20];
     let part = values.len() / n_threads;

@@ -44,9 +44,8 @@ pub struct LoraAdapter {
 }
 
 impl LoraAdapter {
-    /// A fresh adapter on the CPU that changes nothing yet: A uniform in `±1/sqrt(in)`, B zero (of an embedding: A zero, B
-    /// normal), magnitudes as long as the base's rows, saved modules as in the base. `base_weight`: the base's weight of a layer
-    /// `(out, in)`, f32, by path.
+    /// A new adapter on the CPU with the effect 0: A uniform in `±1/sqrt(in)`, B zero (embedding: A zero, B normal), magnitudes equal to
+    /// the norms of the base's rows, saved modules equal to the base. `base_weight`: f32 weight `(out, in)` of the base by path.
     ///
     /// Source: PEFT's `reset_lora_parameters` (`kaiming_uniform_` with `a = sqrt(5)`) and `DoraLinearLayer.update_layer`.
     pub(crate) fn init(
@@ -219,7 +218,7 @@ impl LoraAdapter {
         }
     }
 
-    /// A copy whose variables hold what `renew` makes of their values.
+    /// A copy of the adapter with new variables, whose values are `of(path, value)`.
     fn renewed(&self, of: impl Fn(&str, &Tensor) -> TensorResult<Tensor>) -> Result<Self, ModelError> {
         let mut copy = self.clone();
         let mut renewed = HashMap::new();
@@ -228,7 +227,7 @@ impl LoraAdapter {
             *var = Var::from_tensor(&of(name, &var.as_tensor().detach())?)?;
             renewed.insert(id, var.as_tensor().clone());
         }
-        // What layers hold are the variables themselves, or two of them one and the same: an embedding that is the head too.
+        // Layers share these variables, and a tied embedding and head are one variable: replace each variable once.
         let renew = |tensor: &mut Tensor| {
             if let Some(own) = renewed.get(&tensor.id()) {
                 *tensor = own.clone();
@@ -255,7 +254,7 @@ impl LoraAdapter {
 }
 
 impl LoraSettings {
-    /// Refuses DoRA with tensor parallelism: a magnitude is the length of a whole row.
+    /// Refuses DoRA with tensor parallelism: a magnitude needs the norm of a complete row.
     pub(crate) fn check_split(&self, parallel: &TensorParallel) -> Result<(), ModelError> {
         match self.use_dora {
             true => parallel.require_unsharded("an adapter with magnitudes (`sft.use_dora`)"),

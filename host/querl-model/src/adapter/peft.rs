@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Content of `adapter_config.json`: the keys that matter here by name, all others in `rest`.
+/// Content of `adapter_config.json`: the keys that are used here, and all others in `rest`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct ConfigFile {
     peft_type: String,
@@ -41,7 +41,7 @@ pub(crate) struct ConfigFile {
     #[serde(default)]
     ensure_weight_tying: bool,
     layers_to_transform: Option<Layers>,
-    /// Written by PEFT and of no effect here, or refused.
+    /// Other keys: without effect here, or refused.
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -58,7 +58,7 @@ fn no_bias() -> String {
     "none".into()
 }
 
-/// PEFT's type for alpha is an integer; `8` and `8.0` are not the same to every reader.
+/// Writes alpha as an integer, PEFT's type for it: some readers refuse `8.0`.
 fn as_integer<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
     if value.fract() == 0.0 && value.abs() < 1e15 {
         serializer.serialize_i64(*value as i64)
@@ -67,7 +67,7 @@ fn as_integer<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Err
     }
 }
 
-/// Keys whose effect is not implemented: refused where they are set.
+/// Keys that are not implemented: refused if set.
 const UNSUPPORTED: [&str; 10] = [
     "alora_invocation_tokens",
     "arrow_config",
@@ -81,7 +81,7 @@ const UNSUPPORTED: [&str; 10] = [
     "use_qalora",
 ];
 
-/// Initialisations that change the base's weights as well, so that the adapter does not fit the base by itself.
+/// Initialisations that also change the base's weights: the adapter alone is not usable.
 const CHANGES_BASE: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
 
 impl ConfigFile {
@@ -123,7 +123,7 @@ impl ConfigFile {
         self.base_model_name_or_path.as_deref()
     }
 
-    /// The LoRA settings of the keys, or an error that names the first key that is not supported.
+    /// Converts the keys to LoRA settings. The error names the first unsupported key.
     pub(super) fn settings(&self) -> Result<LoraSettings, String> {
         self.check_supported()?;
         let target_modules = self
@@ -196,7 +196,7 @@ pub(crate) const CONFIG_FILE: &str = "adapter_config.json";
 const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 const KEY_PREFIX: &str = "base_model.model.";
 
-/// PEFT's copy of the frozen weight under an adapted embedding or head: it adds nothing to the base's own.
+/// PEFT's copy of the base weight of an adapted embedding or head, which is redundant.
 const BASE_COPY: &str = ".base_layer.weight";
 
 impl LayerPlan {
@@ -293,7 +293,7 @@ impl LoraAdapter {
     }
 }
 
-/// Names the key at which the parser stopped, if its value is one that Python writes and JSON does not have.
+/// The key at which the JSON parser stopped, if its value is NaN or Infinity, which Python writes but JSON lacks.
 fn not_finite(text: &str, error: &serde_json::Error) -> Option<String> {
     let line = text.lines().nth(error.line().checked_sub(1)?)?;
     let (before, _) = line.get(..error.column())?.rsplit_once(':')?;
@@ -337,7 +337,7 @@ impl Tensors {
             let Some(path) = name.strip_prefix(KEY_PREFIX) else {
                 return Err(format!("tensor `{name}` is not PEFT's; expected the prefix `{KEY_PREFIX}`"));
             };
-            // The module that holds the vector has a name of its own in memory, which some programs write.
+            // Some programs write the name of the module that holds the magnitude.
             let path = path
                 .strip_suffix(".lora_magnitude_vector.weight")
                 .map_or(path.to_owned(), |layer| format!("{layer}.lora_magnitude_vector"));
@@ -349,7 +349,7 @@ impl Tensors {
         Ok(Self(tensors))
     }
 
-    /// Leaves out copies of the base's embedding and head, which must be as large as the base's.
+    /// Drops copies of the base's embedding and head, after checking their shapes.
     fn drop_base_copies(&mut self, config: &DecoderConfig) -> Result<(), String> {
         for path in [EMBEDDING, HEAD] {
             if let Some(copy) = self.0.remove(&format!("{path}{BASE_COPY}")) {
@@ -384,7 +384,7 @@ impl Tensors {
     }
 }
 
-/// Every tensor that the settings make on a decoder, with its shape.
+/// Names and shapes of all tensors of an adapter with these settings.
 fn expected_shapes(
     plan: &[LayerPlan],
     settings: &LoraSettings,
@@ -404,7 +404,7 @@ fn expected_shapes(
     Ok(shapes)
 }
 
-/// Compares shapes and says what kind of model the tensor is for where they differ.
+/// Checks the shape of a tensor. The error says which model the tensor fits.
 fn fits(name: &str, tensor: &Tensor, expected: &[usize], config: &DecoderConfig) -> Result<(), String> {
     let found = tensor.dims();
     if found == expected {

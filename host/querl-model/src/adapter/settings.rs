@@ -45,10 +45,10 @@ pub struct LoraSettings {
 /// How many trained copies of a tied embedding and head `modules_to_save` makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SavedCopies {
-    /// Embedding and head each have a copy of their own, and one that is not saved stays as in the base: PEFT's default.
+    /// Embedding and head have separate copies; one that is not saved stays as in the base. PEFT's default.
     #[default]
     Apart,
-    /// One copy serves as both: PEFT's `ensure_weight_tying`.
+    /// Embedding and head share one copy: PEFT's `ensure_weight_tying`.
     Tied,
 }
 
@@ -74,7 +74,7 @@ enum Written {
 
 const ALL_LINEAR: &str = "all-linear";
 
-/// What [`Modules::AllLinear`] means here, sorted.
+/// Names of the layers that [`Modules::AllLinear`] selects, sorted.
 const LINEAR_NAMES: [&str; 7] = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"];
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens";
@@ -111,7 +111,7 @@ impl Modules {
         Written::List(names.to_vec()).into()
     }
 
-    /// A test for paths. `key` is what an error calls this choice.
+    /// A predicate on paths. `key`: the configuration key, for errors.
     fn matcher(&self, key: &str) -> Result<Matcher<'_>, String> {
         Ok(match self {
             Self::AllLinear => Box::new(|path| path != EMBEDDING && path != HEAD),
@@ -217,7 +217,7 @@ impl LoraSettings {
         for name in &self.modules_to_save {
             match [EMBEDDING, HEAD, SCORE].into_iter().find(|path| is_named(path, name)) {
                 Some(path) => drop(paths.insert(path)),
-                // PEFT lists both names of a classifier's head, whichever the model has.
+                // PEFT lists both possible names of a classifier's head, whichever the model has.
                 None if name == "classifier" => {}
                 None => {
                     return Err(format!(
@@ -298,7 +298,7 @@ fn first<T: Copy>(patterns: &[(Regex, T)], name: &str) -> Option<T> {
     patterns.iter().find(|(pattern, _)| is_match(pattern, name)).map(|(_, value)| *value)
 }
 
-/// Whether it matches; a pattern that takes too many steps does not.
+/// True if the pattern matches. A pattern that exceeds the step limit does not match.
 fn is_match(pattern: &Regex, name: &str) -> bool {
     pattern.is_match(name).unwrap_or(false)
 }
@@ -364,7 +364,7 @@ mod tests {
         let names =
             ["0.self_attn.q_proj", "1.self_attn.q_proj", "1.self_attn.k_proj", "1.mlp.up_proj", "0.self_attn.o_proj"];
         let found = names.map(|name| first(&patterns, &format!("model.layers.{name}")));
-        // `^` follows the optional prefix: it matches since the prefix may be empty.
+        // `^` comes after an optional prefix in PEFT's pattern, and matches with an empty prefix.
         assert_eq!(found, [Some(1), Some(2), Some(5), Some(4), None]);
     }
 

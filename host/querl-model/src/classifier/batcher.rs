@@ -48,7 +48,7 @@ pub struct BatchStats {
 
 /// Errors of submitting a request.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // the messages say it
+#[allow(missing_docs)]
 pub enum QueueError {
     #[error("queue is full ({n_waiting} texts); retry later")]
     Busy { n_waiting: usize },
@@ -60,7 +60,7 @@ pub enum QueueError {
 
 /// Callback of a request.
 pub trait RequestCallback: Send {
-    /// Whether the request is still wanted; once it is cancelled, its remaining texts are skipped.
+    /// False once the request is cancelled; its remaining texts are then skipped.
     fn is_active(&self) -> bool;
 
     /// Receives the results in the order of the texts, or an error message; called on the worker thread.
@@ -162,7 +162,7 @@ impl RequestCallback for BlockingCallback {
     }
 
     fn on_results(self: Box<Self>, results: Result<Vec<Classification>, String>) {
-        // The receiver is gone only if the caller panicked.
+        // Fails only if the caller panicked.
         let _ = self.0.send(results);
     }
 }
@@ -220,7 +220,7 @@ impl BatchWorker {
         let results = self.classify(&texts);
         let elapsed = started.elapsed();
         self.n_waiting.fetch_sub(n_texts, Ordering::Relaxed);
-        // Before the callbacks: a caller with results finds its batch in the metrics.
+        // Called before the callbacks, so that a caller with results finds its batch in the metrics.
         (self.observer)(BatchStats { n_requests, n_texts, elapsed });
         // The rest of a long request is queued after requests that arrived during this batch.
         waiting.extend(self.receiver.try_iter());
@@ -230,7 +230,7 @@ impl BatchWorker {
                     self.finish_part(part, Ok(results), waiting);
                 }
             }
-            // One text may have failed the batch: each request runs again alone.
+            // One text may have caused the error: run each request alone.
             Err(_) => {
                 for (request, n) in batch {
                     let alone = self.classify(&[next_texts(&request, n)]);
@@ -241,7 +241,7 @@ impl BatchWorker {
         }
     }
 
-    /// Calls back with the results of a request, or queues its next part.
+    /// Reports the results of a request, or queues its next part.
     fn finish_part(
         &self,
         (mut request, n): (QueuedRequest, usize),
@@ -264,7 +264,7 @@ impl BatchWorker {
         }
     }
 
-    /// By request, then by text.
+    /// Results by request, then by text.
     fn classify(&self, requests: &[&[Encoded]]) -> Result<Vec<Vec<Classification>>, String> {
         let ids: Vec<&[u32]> = requests.iter().copied().flatten().map(|encoded| encoded.ids.as_slice()).collect();
         let pass = || self.classifier.logits_of_all(&ids, self.limits.tokens_per_pass);

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use tokenizers::Tokenizer;
 
-/// Weights of older releases of transformers.
+/// Weight file of older releases of transformers.
 const PICKLED: &str = "pytorch_model.bin";
 
 const PROBLEM_TYPE: &str = "single_label_classification";
@@ -85,7 +85,7 @@ pub(super) fn check_problem_type(directory: &Path) -> Result<(), ModelError> {
 /// Files of a full classifier, in addition to labels and tokenizer.
 const FULL_MODEL_FILES: [&str; 2] = ["config.json", "model.safetensors"];
 
-/// Removes files of an earlier model in another format, as which the folder would be read otherwise.
+/// Removes files of a model in the other format (adapter or full model), which a reader would prefer.
 fn remove_other_kind(directory: &Path, is_adapter: bool) -> Result<(), ModelError> {
     let is_stale = |name: &str| {
         let is_never_written =
@@ -147,7 +147,7 @@ impl Classifier {
         config["id2label"] = self.labels.id_to_label();
         config["label2id"] = self.labels.label_to_id();
         config["problem_type"] = PROBLEM_TYPE.into();
-        // Without it transformers classifies no batches.
+        // transformers needs it to classify batches.
         config["pad_token_id"] = self.pad_id.map_or(Value::Null, Value::from);
         for key in ["dtype", "torch_dtype"] {
             config[key] = crate::dtype_name(DType::F32).into();
@@ -158,9 +158,9 @@ impl Classifier {
 
 const TOKENIZER: &str = "tokenizer.json";
 
-/// Separates question and answer in a dialogue of one text.
+/// Separates question and answer when a dialogue is one text.
 const ANSWER: &str = "\n回答：";
-/// A truncated question keeps at least this share of the tokens.
+/// Truncation leaves the question at least 1 / `QUESTION_SHARE` of the tokens.
 const QUESTION_SHARE: usize = 4;
 
 /// The tokenizer of a model folder, without chat template.
@@ -187,14 +187,14 @@ impl ClassifierTokenizer {
     pub fn load(directory: &Path, max_length: usize) -> Result<Self, ModelError> {
         let path = required(directory, TOKENIZER)?;
         let mut inner = read_tokenizer(&path)?;
-        // Padding and truncation of the file are those of the program that saved it.
+        // Ignore the padding and truncation in the file: they are settings of the program that saved it.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|error| ModelError::bad_file(&path, error))?;
-        // As transformers' `split_special_tokens=True`: control tokens in a text are text.
+        // Control tokens in a text are encoded as text, as with transformers' `split_special_tokens=True`.
         inner.set_encode_special_tokens(true);
         let settings = directory.join("tokenizer_config.json");
         let settings = if settings.is_file() { read_json(&settings)? } else { Default::default() };
-        // A model without a token for padding is padded with the one that ends texts.
+        // Without a padding token, the end-of-sequence token is used for padding.
         let pad = token_text(&settings["pad_token"]).or_else(|| token_text(&settings["eos_token"]));
         let pad_id = pad.and_then(|token| inner.token_to_id(&token));
         Ok(Self { inner, pad_id, max_length: max_length.max(1) })

@@ -61,7 +61,7 @@ impl Labels {
         of(&self.names).or_else(|| of(self.english.as_ref()?))
     }
 
-    /// Whether a folder has a `label_mapping.json`.
+    /// True if the folder has a `label_mapping.json`.
     pub(super) fn are_in(directory: &Path) -> bool {
         directory.join(MAPPING_FILE).is_file()
     }
@@ -92,7 +92,7 @@ impl Labels {
         Self::new(names, english).map_err(bad)
     }
 
-    /// Writes `label_mapping.json`: `id_to_label`, `label_to_id`, and the English names where there are any.
+    /// Writes `label_mapping.json`: `id_to_label`, `label_to_id`, and English names, if any.
     pub(super) fn write(&self, directory: &Path) -> Result<(), ModelError> {
         let mut file = json!({ "id_to_label": self.id_to_label(), "label_to_id": self.label_to_id() });
         if let Some(english) = &self.english {
@@ -112,7 +112,7 @@ impl Labels {
     }
 }
 
-/// Refuses names that differ from those of `config.json`, unless that has none of its own: transformers makes up `LABEL_0` and so on.
+/// Refuses names that differ from those in `config.json`, unless the latter are transformers' placeholders `LABEL_0` and so on.
 fn agree(names: &[String], of_config: Option<&[String]>) -> Result<(), String> {
     let Some(others) = of_config.filter(|others| others.iter().any(|name| !name.starts_with("LABEL_"))) else {
         return Ok(());

@@ -216,7 +216,7 @@ impl Classifier {
         Ok(found)
     }
 
-    /// Position of the token whose hidden state is classified: the last that is not padding.
+    /// Index of the token whose hidden state is classified: the last one that is not padding.
     fn last_token(&self, text: &[u32]) -> usize {
         text.iter().rposition(|id| Some(*id) != self.pad_id).unwrap_or(0)
     }
@@ -240,7 +240,7 @@ pub fn by_length(texts: &[&[u32]], limit: usize) -> Vec<Vec<usize>> {
     passes
 }
 
-/// A head, where it has a row for each label and the decoder's width.
+/// Checks that a head has one row per label and the decoder's hidden size.
 fn checked<'a>(score: &'a Tensor, labels: &Labels, hidden: usize) -> Result<&'a Tensor, String> {
     let expected = [labels.n_classes(), hidden];
     match score.dims() == expected {

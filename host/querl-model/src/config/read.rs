@@ -15,7 +15,7 @@ const USED: &str = "\
     num_key_value_heads original_max_position_embeddings pretraining_tp rms_norm_eps rope_parameters rope_scaling \
     rope_theta sliding_window tie_word_embeddings use_sliding_window vocab_size";
 
-/// Keys of other decoders, and settings of these that are not implemented, with the value that changes nothing.
+/// Keys of other decoders and of unimplemented features, with the value that disables the feature.
 const NO_OPS: &[(&str, NoOp)] = &[
     ("alibi", NoOp::Flag(false)),
     ("attention_dropout", NoOp::Number(0.0)),
@@ -45,22 +45,22 @@ const NO_OPS: &[(&str, NoOp)] = &[
     ("use_mrope", NoOp::Flag(false)),
 ];
 
-/// Most angles of a RoPE table: 4 million positions of heads of 128, 2 GiB of cosines and sines.
+/// Maximum number of angles in a RoPE table: 4 million positions with head size 128, 2 GiB of cosines and sines.
 const MAX_ANGLES: usize = 1 << 29;
 
 const DEFAULT_EPS: f64 = 1e-6;
 const DEFAULT_INITIALIZER_RANGE: f64 = 0.02;
-/// The sliding window where the key is missing; `null` means full attention.
+/// Default of `sliding_window`; `null` means full attention.
 const DEFAULT_WINDOW: usize = 4096;
-/// First layer with a sliding window where the key is missing.
+/// Default of `max_window_layers`, the first layer with a sliding window.
 const DEFAULT_WINDOW_LAYERS: usize = 28;
-/// Head size of Qwen3 where the key is missing.
+/// Default of Qwen3's `head_dim`.
 const QWEN3_HEAD_DIM: usize = 128;
-/// Key-value heads of Mistral where the key is missing; with `null` as many as query heads.
+/// Default of Mistral's `num_key_value_heads`; `null` means as many as query heads.
 const MISTRAL_KV_HEADS: usize = 8;
 
 impl DecoderConfig {
-    /// The configuration of a file's keys.
+    /// Reads the configuration.
     ///
     /// # Errors
     /// A sentence without the file's name.
@@ -127,7 +127,7 @@ fn not_negative(keys: Keys<'_>, key: &str) -> Result<Option<f64>, String> {
     }
 }
 
-/// Query heads, key-value heads and their width.
+/// Number of query heads, number of key-value heads, head size.
 fn heads(family: Family, keys: Keys<'_>, hidden_size: usize) -> Result<(usize, usize, usize), String> {
     let n_heads = keys.size("num_attention_heads", bounds::HEADS)?;
     let n_kv_heads = match keys.optional_size("num_key_value_heads", bounds::HEADS)? {
@@ -156,7 +156,7 @@ enum LayerType {
     Sliding,
 }
 
-/// The sliding window of each layer; empty where no window is shorter than the longest sequence.
+/// The sliding window of each layer; empty if no window is shorter than the maximum sequence length.
 fn sliding_windows(
     family: Family,
     keys: Keys<'_>,

@@ -55,14 +55,14 @@ pub struct YarnScaling {
     pub truncate: bool,
 }
 
-/// Base and scaling of a configuration.
+/// RoPE base and scaling of a configuration.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Rope {
     pub(super) theta: f64,
     pub(super) scaling: Option<RopeScaling>,
 }
 
-/// Of transformers' `RotaryEmbeddingConfigMixin`.
+/// Default of transformers' `RotaryEmbeddingConfigMixin`.
 const DEFAULT_THETA: f64 = 10_000.0;
 const DEFAULT_BETA_FAST: f64 = 32.0;
 const DEFAULT_BETA_SLOW: f64 = 1.0;
@@ -71,8 +71,7 @@ const DEFAULT_BETA_SLOW: f64 = 1.0;
 const COMMON: [&str; 3] = ["rope_theta", "rope_type", "type"];
 
 impl Rope {
-    /// Reads `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5). As in transformers the first is used where both
-    /// are there; if they differ, an error.
+    /// Reads `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5). If both exist they must be equal.
     pub(super) fn read(keys: Keys<'_>, max_position_embeddings: usize) -> Result<Self, String> {
         let original = keys.optional_size("original_max_position_embeddings", bounds::POSITIONS)?;
         let scaling_of = |section: Option<Keys<'_>>| match section {
@@ -116,7 +115,7 @@ impl Rope {
     }
 }
 
-/// The parameters below a key, where they are the same for all layer types.
+/// The parameters in a section, if they are equal for all layer types.
 fn section<'a>(keys: Keys<'a>, key: &'a str) -> Result<Option<Keys<'a>>, String> {
     let Some(section) = keys.object(key)? else { return Ok(None) };
     let nested = section.values().find(|(_, value)| value.is_object());
@@ -130,13 +129,13 @@ fn section<'a>(keys: Keys<'a>, key: &'a str) -> Result<Option<Keys<'a>>, String>
 /// `rope_scaling` or `rope_parameters`.
 struct Section<'a> {
     keys: Keys<'a>,
-    /// `original_max_position_embeddings` outside of the section.
+    /// `original_max_position_embeddings` at the top level of the file.
     original: Option<usize>,
     max_position_embeddings: usize,
 }
 
 impl Section<'_> {
-    /// `None` where positions are not scaled.
+    /// The scaling; `None` if positions are not scaled.
     fn scaling(&self) -> Result<Option<RopeScaling>, String> {
         let rope_type = match (self.keys.text("rope_type")?, self.keys.text("type")?) {
             (Some(rope_type), Some(other)) if rope_type != other => {
@@ -159,7 +158,7 @@ impl Section<'_> {
         }
     }
 
-    /// A key that may change the frequencies and is not known here is an error.
+    /// Refuses unknown keys, which may change the frequencies.
     fn allow(&self, rope_type: &str, keys: &[&str]) -> Result<(), String> {
         let known: Vec<&str> = COMMON.iter().chain(keys).copied().collect();
         let checked = self.keys.check(&known, &[("partial_rotary_factor", NoOp::Number(1.0))]);
@@ -203,7 +202,7 @@ impl Section<'_> {
             "truncate",
         ];
         self.allow("yarn", &keys)?;
-        // As in transformers: 0 is no value.
+        // As in transformers, 0 counts as unset.
         let given = |key: &str| Ok::<_, String>(self.keys.number(key)?.filter(|number| *number != 0.0));
         let factor = self.positive("factor")?;
         let attention_factor = match (self.keys.number("attention_factor")?, given("mscale")?, given("mscale_all_dim")?)
@@ -245,7 +244,7 @@ impl Section<'_> {
         Ok(own.unwrap_or(self.max_position_embeddings))
     }
 
-    /// The same, where the key next to the section counts too.
+    /// The same, but the key at the top level of the file also counts.
     fn original_of_pretraining(&self) -> Result<usize, String> {
         let own = self.keys.optional_size("original_max_position_embeddings", bounds::POSITIONS)?;
         match (own, self.original) {
@@ -296,7 +295,7 @@ impl Llama3Scaling {
 }
 
 impl YarnScaling {
-    /// For each pair of dimensions the share of its own frequency that is kept: `_compute_yarn_parameters`.
+    /// For each pair of dimensions, the share of its unscaled frequency that is kept: `_compute_yarn_parameters`.
     fn kept_shares(&self, head_dim: usize, theta: f64) -> impl Iterator<Item = f32> {
         let dim = head_dim as f64;
         let dimension_of = |n_rotations: f64| {

@@ -25,11 +25,11 @@ pub struct Decoder {
     embedding: Weight, // (V, H)
     pub(crate) layers: Vec<Arc<LayerWeights>>,
     norm: Tensor,
-    head: Weight, // (V, H); the embedding where tied
+    head: Weight, // (V, H); the embedding if tied
     rope: RopeTable,
     vars: BTreeMap<String, Var>,
     compute_device: ComputeDevice,
-    /// RoPE table of an accelerator.
+    /// RoPE table in the accelerator's memory.
     device_rope: Option<DeviceState>,
 }
 
@@ -291,7 +291,7 @@ impl Decoder {
     /// A view that records no gradients: a pass through it keeps no layer's activations. It shares the values, so it follows training.
     pub fn without_gradient(&self) -> Self {
         let layers = match self.vars.is_empty() {
-            // Frozen layers record nothing, and keep what they have computed of their weights.
+            // Frozen layers record no operations in the graph, and keep values that were computed from their weights.
             true => self.layers.clone(),
             false => self.layers.iter().map(|layer| Arc::new(detached(layer))).collect(),
         };

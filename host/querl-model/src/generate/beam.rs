@@ -35,7 +35,7 @@ impl Beams {
 pub(super) struct Search {
     beams: Beams,
     running: Vec<Beam>,
-    /// Best first, at most `n_beams`.
+    /// Finished responses with their scores, best first; at most `n_beams`.
     finished: Vec<(f64, Generated)>,
 }
 
@@ -54,7 +54,7 @@ struct Hypothesis {
     score: f64,
 }
 
-/// The best responses; empty ones without a finish reason where `stop` ended the search.
+/// The best response to each request. If `stop` ends the search, responses are empty and have no finish reason.
 pub(super) fn run(
     core: &mut EngineCore<'_>,
     requests: &[GenerationRequest<'_>],
@@ -79,7 +79,7 @@ pub(super) fn run(
     Ok(responses)
 }
 
-/// The number of requests for whose beams there are enough blocks, at least one.
+/// Number of requests whose beams fit into the blocks, at least one.
 fn requests_at_once(
     core: &EngineCore<'_>,
     requests: &[GenerationRequest<'_>],
@@ -131,7 +131,7 @@ fn search(
 }
 
 impl Search {
-    /// `cache`: of the prompt without at least its last token.
+    /// `cache`: KV cache of the prompt, lacking at least its last token.
     pub(super) fn new(beams: Beams, cache: SequenceKvCache) -> Self {
         let (hypothesis, candidates) = (Hypothesis::default(), BeamCandidates::default());
         let beam = Beam { cache, hidden: HiddenState::Unknown, hypothesis, candidates };
@@ -147,12 +147,12 @@ impl Search {
         self.finished.into_iter().map(|(_, generated)| generated)
     }
 
-    /// As in the source: enough candidates for n_beams unfinished beams even if every stop token is among the best.
+    /// As in the source: enough candidates for `n_beams` unfinished beams, even if all stop tokens are among the best.
     fn n_candidates(&self, stop_ids: &BTreeSet<u32>) -> usize {
         (1 + stop_ids.len()).max(2) * self.beams.n_beams
     }
 
-    /// Prefill (at first) or a decode step of all beams: finds the best next tokens of each.
+    /// Schedules the prefill (first pass) or a decode step of all beams, which finds the best next tokens of each.
     pub(super) fn schedule<'s>(
         &'s mut self,
         prompt: &'s [u32],
@@ -171,7 +171,8 @@ impl Search {
         })
     }
 
-    /// Selects among the candidates of all beams: the best that end a response are finished, the best others are the next beams.
+    /// Selects among the candidates of all beams: candidates that end a response are added to the finished ones, the best others become the
+    /// next beams.
     pub(super) fn select(&mut self, processor: &LogitsProcessor<'_>, text: &dyn TokenText) -> Result<(), ModelError> {
         self.running.iter_mut().find_map(|beam| beam.candidates.failure.take()).map_or(Ok(()), Err)?;
         let (beams, n_candidates) = (self.beams, self.n_candidates(processor.stop_ids));

@@ -43,7 +43,7 @@ impl CacheRoom {
     }
 }
 
-/// Maximum number of blocks that a prompt takes: its own, and one that a shared prefix leaves half filled.
+/// Maximum number of blocks of a prompt: its own, and a half-filled one of a shared prefix.
 pub(super) fn blocks_of_prompt(n_tokens: usize) -> usize {
     n_tokens.div_ceil(BLOCK_TOKENS) + 1
 }
@@ -53,17 +53,17 @@ pub(super) fn blocks_of_response(max_new_tokens: usize) -> usize {
     max_new_tokens.div_ceil(BLOCK_TOKENS) + 1
 }
 
-/// Rows of one prefill pass: with more, products are no faster and their results take more memory.
+/// Maximum rows of a prefill pass. With more rows, matrix products are not faster but take more memory.
 const PREFILL_ROWS: usize = 1024;
 
-/// Values of split-K attention, f32, that bound the rows of a prefill pass over long sequences.
+/// Maximum number of f32 values of split-K attention, which limits the rows of a prefill pass over long sequences.
 const SPLIT_VALUES: usize = 1 << 24;
 
-/// Logits that are in memory at once: 256 rows of a vocabulary of 152,000 tokens.
+/// Maximum number of logits in memory: 256 rows with a vocabulary of 152,000 tokens.
 const LOGITS: usize = 5 << 23;
 
-/// Batch sizes of decode steps: a smaller batch is padded to the next one. That bounds the number of captured CUDA graphs, and a
-/// product of one size always runs with one kernel.
+/// Batch sizes of decode steps. Smaller batches are padded to the next size, which limits the number of captured CUDA graphs and selects
+/// the same kernels for all batches of a size.
 const BUCKETS: [usize; 14] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256];
 
 /// The batch size to which a decode step of `n` sequences is padded.
@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn a_shared_prompt_is_counted_once() {
         let room = CacheRoom { n_responses: 8, n_prompts: 2, longest_prompt: 100, max_new_tokens: 20 };
-        // Seven blocks of a prompt and one half filled, three prompts; two blocks of a response and the copy of the prompt's last.
+        // Each of 3 prompts: 7 blocks and a half-filled one. Each response: 2 blocks, and the copy of the prompt's last one.
         assert_eq!(room.n_blocks(64), 8 * 3 + 3 * 8 + 4);
     }
 

@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A base model ready for decoding. Later training does not change it.
+/// A copy of the base model's weights for decoding; later training does not change it.
 pub(super) struct BaseWeights {
     pub(super) config: DecoderConfig,
     pub(super) context: LayerContext,
@@ -23,27 +23,27 @@ pub(super) struct BaseWeights {
     pub(super) final_norm: Vec<f32>,
     head: FrozenWeight,
     embedding: FrozenWeight,
-    /// Free buffers for logits: fresh pages for each decode step cost more than the softmax.
+    /// Free buffers for logits: page faults of a new buffer would take longer than the softmax.
     logits: Mutex<Vec<Vec<f32>>>,
 }
 
 /// Weights of an adapter, prepared for decoding with its base model. Later training does not change them.
 pub struct AdapterWeights {
-    /// By [`LinearGroup::index`].
+    /// Changes of each group of linear layers, by [`LinearGroup::index`].
     groups: Vec<Option<GroupAdapter>>,
     head: Option<FrozenWeight>,
     embedding: Option<FrozenWeight>,
 }
 
-/// An adapter, or the base model alone.
+/// An adapter; `None` is the base model alone.
 pub(super) type Adapter = Option<Arc<AdapterWeights>>;
 
-/// Whether both are the same adapter, not equal ones.
+/// True if both are the same object; equal copies do not count.
 pub(super) fn is_same(a: &Adapter, b: &Adapter) -> bool {
     a.as_ref().map(Arc::as_ptr) == b.as_ref().map(Arc::as_ptr)
 }
 
-/// Neighbouring rows of one adapter.
+/// Consecutive rows of a batch that use the same adapter.
 #[derive(Clone)]
 pub(super) struct Segment {
     pub(super) adapter: Adapter,
@@ -64,7 +64,7 @@ impl Segment {
         self.adapter.as_ref()?.head.as_ref()
     }
 
-    /// What the adapter changes of a group of linear layers.
+    /// The adapter's changes of a group of linear layers.
     fn group(&self, index: usize) -> Option<&GroupAdapter> {
         self.adapter.as_ref()?.groups[index].as_ref()
     }
@@ -82,7 +82,7 @@ impl BaseWeights {
             Weight::Trained(_) if decoder.config().tie_word_embeddings => embedding.clone(),
             head => frozen(&head)?,
         };
-        // A checkpoint's head is never in int8.
+        // The head of a checkpoint is never int8, so look at a layer.
         let is_int8 = layers.first().is_some_and(|layer| layer.down.is_int8);
         let head = if is_int8 { head.to_dtype(BaseDtype::Int8)? } else { head };
         Ok(Self {
@@ -102,7 +102,7 @@ impl BaseWeights {
         })
     }
 
-    /// A buffer for `n` logits with any values, to be given back.
+    /// Takes a buffer for `n` logits from the pool. Its values are undefined.
     pub(super) fn take_logits(&self, n: usize) -> Vec<f32> {
         let mut logits = lock(&self.logits).pop().unwrap_or_default();
         logits.resize(n, 0.0);
@@ -192,10 +192,10 @@ fn inference_layer(
 
 /// Linear layers of the base with the same input.
 pub(super) struct LinearGroup {
-    /// In [`AdapterWeights::groups`].
+    /// Index in [`AdapterWeights::groups`].
     index: usize,
     members: Vec<BaseLinear>,
-    /// The members' inputs are rounded to int8, as their weights are.
+    /// Inputs are rounded to int8 for integer products with int8 weights.
     is_int8: bool,
 }
 
@@ -210,21 +210,21 @@ enum Inputs<'x> {
     Int8(Int8Rows),
 }
 
-/// What an adapter changes of a group. The matrices A of all members are concatenated to one product.
+/// An adapter's changes of a group. The A matrices of all members are concatenated, so that they take one product.
 struct GroupAdapter {
     a: FrozenWeight, // (sum of ranks, in)
-    /// `None` where a member has no LoRA.
+    /// `None` for a member without LoRA.
     members: Vec<Option<MemberAdapter>>,
 }
 
 struct MemberAdapter {
     b: FrozenWeight, // (out, rank), times the adapter's scale
     first: usize,    // its first column in the group's product with A
-    /// DoRA's factor on each output before the bias.
+    /// DoRA's factor on each output, applied before the bias.
     factor: Option<Vec<f32>>,
 }
 
-/// Whether a product replaces the values of its output or is added to them.
+/// Whether a product overwrites its output or is added to it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Output {
     Replace,
@@ -241,7 +241,7 @@ impl LinearGroup {
         Ok(Self { index, members, is_int8 })
     }
 
-    /// The inputs as the base's products take them.
+    /// Converts the inputs for the base's products.
     fn inputs<'x>(&self, x: &'x [f32]) -> Inputs<'x> {
         if self.is_int8 { Inputs::Int8(Int8Rows::quantize(x, self.n_in())) } else { Inputs::F32(x) }
     }
@@ -254,8 +254,8 @@ impl LinearGroup {
         self.members.first().map_or(0, |member| member.weight.dims().1)
     }
 
-    /// Writes or adds the outputs `(N, out)` of each member for `x` `(N, in)`. The base's products are formed for all rows together, those of
-    /// LoRA for the rows of each adapter.
+    /// Writes or adds the outputs `(N, out)` of each member for `x` `(N, in)`. The base's products run over all rows together, the LoRA
+    /// products over the rows of each adapter.
     fn forward(&self, segments: &[Segment], x: &[f32], mut outputs: Vec<&mut [f32]>, output: Output) -> Result<()> {
         let has_factors = |segment: &Segment| segment.group(self.index).is_some_and(GroupAdapter::has_factors);
         let mut x = x;
@@ -271,7 +271,7 @@ impl LinearGroup {
         Ok(())
     }
 
-    /// The next rows of each output.
+    /// Splits off the next rows of each output.
     fn split_rows<'y>(&self, outputs: &mut [&'y mut [f32]], n_rows: usize) -> Vec<&'y mut [f32]> {
         let n_out = self.members.iter().map(|member| member.weight.dims().0);
         let rows = outputs.iter_mut().zip(n_out);
@@ -402,10 +402,10 @@ impl MemberAdapter {
     }
 }
 
-/// Backend of inference on the CPU; one for each pass, whose layers use the same buffers in turn.
+/// CPU backend of one forward pass. Its layers reuse the same buffers.
 pub(super) struct CpuInference {
     free: Arc<Mutex<Vec<Vec<f32>>>>,
-    /// The adapters of all rows, and those of the query rows.
+    /// Segments of all rows, and of the query rows.
     segments: [Vec<Segment>; 2],
 }
 
@@ -422,13 +422,13 @@ impl CpuInference {
         Self { free: Arc::default(), segments: [all, queries] }
     }
 
-    /// The segments of `n_rows` rows. All rows and query rows are as many only where they are the same.
+    /// The segments of all rows or of the query rows, selected by their number: the numbers are equal only if the rows are the same.
     fn segments(&self, n_rows: usize) -> &[Segment] {
         let [all, queries] = &self.segments;
         if all.iter().map(|segment| segment.n_rows).sum::<usize>() == n_rows { all } else { queries }
     }
 
-    /// `len` values that are still to be written.
+    /// A buffer of `len` undefined values.
     pub(super) fn buffer(&self, len: usize) -> PooledBuffer {
         let mut values = lock(&self.free).pop().unwrap_or_default();
         if values.len() < len {
@@ -443,7 +443,7 @@ impl CpuInference {
         copy
     }
 
-    /// The query rows; all of them where `query_rows` is `None`.
+    /// Selects the query rows; all rows if `query_rows` is `None`.
     fn pick(&self, x: &[f32], width: usize, query_rows: &QueryRows) -> PooledBuffer {
         let mut picked = self.buffer(query_rows.indices.len() * width);
         for (picked, &row) in picked.chunks_exact_mut(width).zip(query_rows.indices.iter()) {
@@ -572,7 +572,7 @@ fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
     with_floats(tensor, |values| Ok(values.to_vec()))
 }
 
-/// The weight itself where it is frozen; a copy of the values as they are now where it is trained.
+/// The weight itself if it is frozen; a copy of the current values if it is trained.
 fn frozen(weight: &Weight) -> Result<FrozenWeight> {
     match weight {
         Weight::Frozen(weight) => Ok(weight.clone()),

@@ -32,10 +32,10 @@ pub struct EngineSettings {
 /// How long an engine's prefix cache keeps prefixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PrefixLife {
-    /// Until the policy changes.
+    /// KV caches of prefixes are kept until the policy changes.
     Policy,
-    /// Until the end of a call to [`Engine::generate`]. GPU kernels may sum in another order for another number of rows; with this setting
-    /// results do not depend on earlier calls, to the last bit.
+    /// KV caches of prefixes are kept until the end of a call to [`Engine::generate`]. GPU kernels may sum in another order for another
+    /// number of rows; with this setting results are bit-identical whatever earlier calls computed.
     Call,
 }
 
@@ -123,7 +123,7 @@ impl<'a> Engine<'a> {
             }
             return Ok(());
         }
-        (self.policy, self.adapter) = (None, None); // frees the old copies before new ones are made
+        (self.policy, self.adapter) = (None, None); // frees the old copies before new ones are allocated
         self.policy = Some(Policy::Cpu(Box::new(BaseWeights::new(self.decoder, self.settings.int8_activations)?)));
         self.adapter = adapter.map(|adapter| AdapterWeights::new(self.decoder, adapter).map(Arc::new)).transpose()?;
         Ok(())
@@ -204,8 +204,8 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Allocates what a call needs on a GPU. Returns the blocks for responses and their prompts, and how many responses may run at
-    /// once.
+    /// Allocates the GPU memory of a call. Returns the number of blocks for responses and their prompts, and the maximum number of running
+    /// responses.
     fn allocate(
         &mut self,
         requests: &[GenerationRequest<'_>],
@@ -232,7 +232,7 @@ impl<'a> Engine<'a> {
             };
             policy.reserve(n_sequences, room.longest().max(longest + sampling.max_new_tokens), processor)?;
         }
-        // Kept prefixes and the prompt that waits have blocks of their own.
+        // Cached prefixes and the prompt that waits for admission have separate blocks.
         let reserved = self.settings.max_prefix_tokens.div_ceil(BLOCK_TOKENS) + blocks_of_prompt(longest);
         let n_blocks = self.pool.n_blocks().map(|n_blocks| n_blocks.saturating_sub(reserved));
         Ok((n_blocks, max_sequences.min(n_responses)))
@@ -240,7 +240,7 @@ impl<'a> Engine<'a> {
 
     fn new_pool(&mut self, n_blocks: usize) -> Result<(), ModelError> {
         let shape = BlockShape::new(self.decoder.local_config());
-        // The device frees its blocks before it allocates others; if that fails, there are none.
+        // The device frees its blocks before it allocates new ones. If the allocation fails, there are none.
         self.pool = BlockPool::of_device(shape, 0);
         if let Some(Policy::Accelerator(policy)) = &mut self.policy {
             policy.allocate_blocks(n_blocks)?;
@@ -250,7 +250,7 @@ impl<'a> Engine<'a> {
     }
 }
 
-/// What the responses of a call need at once, at most.
+/// The maximum memory that the responses of a call need at once.
 fn room_for(
     requests: &[GenerationRequest<'_>],
     decoding: Decoding,
@@ -287,7 +287,7 @@ fn check_requests(
     requests.iter().enumerate().try_for_each(check)
 }
 
-/// Checks that a prompt and its response fit the model; `name` is the prompt's in the message.
+/// Checks that a prompt and its response fit into the model's positions. `name`: the prompt's name in the message.
 pub(super) fn check_request(
     decoder: &Decoder,
     name: &str,

@@ -17,10 +17,10 @@ pub struct LogitsProcessor<'a> {
 }
 
 impl LogitsProcessor<'_> {
-    /// Applies the penalties, which depend on the response so far. Returns the logits that were replaced, by token.
+    /// Applies the penalties, which depend on the response so far. Returns the original values of the replaced logits, by token.
     ///
-    /// Source: transformers' `RepetitionPenaltyLogitsProcessor`, `NoRepeatNGramLogitsProcessor` and
-    /// `MinNewTokensLengthLogitsProcessor`, in this order.
+    /// Source: transformers' `RepetitionPenaltyLogitsProcessor`, `NoRepeatNGramLogitsProcessor` and `MinNewTokensLengthLogitsProcessor`, in
+    /// this order.
     pub(super) fn apply_penalties(&self, logits: &mut [f32], response: &[u32]) -> BTreeMap<usize, f32> {
         let mut replaced = BTreeMap::new();
         let mut replace = |token: u32, value: &dyn Fn(f32) -> f32| {
@@ -45,7 +45,7 @@ impl LogitsProcessor<'_> {
         replaced
     }
 
-    /// Sets logits outside `top_k`, and then outside `top_p`, to minus infinity. Returns whether either is set.
+    /// Sets logits outside `top_k`, and then outside `top_p`, to minus infinity. Returns true if one of the filters is enabled.
     ///
     /// Source: transformers' `TopKLogitsWarper` and `TopPLogitsWarper`.
     pub(super) fn filter(&self, logits: &mut [f32]) -> bool {
@@ -70,19 +70,19 @@ fn ngram_completions(response: &[u32], size: usize) -> Vec<u32> {
     response.windows(size).filter(|window| window[..size - 1] == *prefix).map(|window| window[size - 1]).collect()
 }
 
-/// Keeps the `n` largest logits, and those that equal the last of them.
+/// Keeps the `n` largest logits, and all ties with the smallest of them.
 fn keep_top_k(logits: &mut [f32], n: usize) {
     let mut sorted = logits.to_vec();
     let (_, &mut threshold, _) = sorted.select_nth_unstable_by(n - 1, |a, b| b.total_cmp(a));
     logits.iter_mut().filter(|logit| **logit < threshold).for_each(|logit| *logit = f32::NEG_INFINITY);
 }
 
-/// Histogram bins of logits by their distance from the largest: tokens are sorted only within the bin in which `top_p` is reached.
+/// Number of histogram bins of logits by their distance from the maximum. Only the bin in which `top_p` is reached is sorted.
 const N_BINS: usize = 512;
 
 const BINS_PER_NAT: f32 = 16.0;
 
-/// Keeps the likeliest tokens up to the one with which their sum reaches `top_p`.
+/// Keeps the most probable tokens up to the one at which the cumulative probability reaches `top_p`.
 fn keep_top_p(logits: &mut [f32], top_p: f64, temperature: f32) {
     let softmax = Softmax::of(logits, temperature);
     let scale = BINS_PER_NAT / temperature;

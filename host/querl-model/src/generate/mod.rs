@@ -165,7 +165,7 @@ impl TokenText for TextTokenizer {
     }
 }
 
-/// Stop tokens alone: stop strings are refused.
+/// A set of stop tokens without a tokenizer: stop strings are refused.
 impl TokenText for BTreeSet<u32> {
     fn stop_ids(&self) -> &BTreeSet<u32> {
         self

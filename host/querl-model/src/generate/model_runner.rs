@@ -84,7 +84,7 @@ pub trait DecodePolicy: Any + Send {
         longest: usize,
         processor: &LogitsProcessor<'_>,
     ) -> Result<(), ModelError>;
-    /// One forward pass: feeds the new tokens of all sequences, and passes the logits that follow to their consumers.
+    /// One forward pass: feeds the new tokens of all sequences, and passes each sequence's logits to its consumer.
     ///
     /// # Errors
     /// Logits are NaN or Inf, or the device fails.
@@ -104,9 +104,9 @@ pub(crate) fn install(new_policy: NewDecodePolicy) {
     let _ = INSTALLED.set(new_policy);
 }
 
-/// Weights as they were when the policy was set.
+/// The policy's weights at the time when it was set.
 pub(super) enum Policy {
-    /// Threads work on sequences of their own, or together.
+    /// The CPU. Threads work on separate sequences or on one product together.
     Cpu(Box<BaseWeights>),
     /// A policy on an accelerator, which runs all sequences as one batch.
     Accelerator(Box<dyn DecodePolicy>),
@@ -130,21 +130,21 @@ impl Policy {
     }
 }
 
-/// Most rows of one pass through the layers: bounds the memory of prefill.
+/// Maximum rows of one pass through the layers, which limits the memory of prefill.
 const MAX_ROWS: usize = 256;
 
 const MAX_LOGIT_ROWS: usize = 128;
 
-/// Fewest rows for which a thread takes sequences of its own. With fewer, all threads work on one product, so that each reads
-/// its part of the weights only.
+/// Minimum rows per thread for separate sequences. With fewer rows all threads work on one product, so that each reads only its part of the
+/// weights.
 const ROWS_PER_THREAD: usize = 16;
 
-/// Most weights of a layer for which threads take sequences of their own: larger ones do not stay in a core's cache, and every
-/// thread would read (and unpack) all of them.
+/// Maximum number of weights in a layer for separate sequences. Larger layers do not fit into a core's cache, and every thread would read
+/// and unpack all weights.
 const MAX_SHARED_NOTHING: usize = 4 << 20;
 
-/// One forward pass. With a small model, each thread takes sequences of its own through all layers and shares nothing; with a large
-/// one, or with tensor parallelism, whose ranks must all-reduce in one order, all threads work on each product.
+/// One forward pass. With a small model each thread runs separate sequences through all layers. With a large model, or with tensor
+/// parallelism, where ranks must all-reduce in the same order, all threads work on each product.
 fn forward(
     weights: &BaseWeights,
     sequences: &mut [ScheduledSequence<'_>],
@@ -159,7 +159,7 @@ fn forward(
     };
     let mut groups: Vec<&mut [ScheduledSequence<'_>]> = Vec::with_capacity(n_groups);
     if n_groups == 1 {
-        // In this thread: tensor-parallel ranks wait for each other, which no rayon worker may.
+        // Runs in this thread: tensor-parallel ranks block on each other, which rayon workers must not do.
         run_layers(weights, sequences)?;
         return process_logits(weights, sequences, processor);
     }
@@ -233,7 +233,7 @@ fn last_hidden(
     }
     let all = LayerRows { context: weights.context.clone(), rows: positions(&rows), query_rows: None };
     let queries: Vec<Row> = last_rows.iter().map(|&row| rows[row as usize]).collect();
-    // After the last layer's keys and values, only the last row of each sequence is needed.
+    // The last layer needs keys and values of all rows, but only the last row of each sequence as query.
     let query_rows = QueryRows { rows: positions(&queries), indices: Arc::new(last_rows) };
     let last = LayerRows { query_rows: (queries.len() < rows.len()).then_some(query_rows), ..all.clone() };
 

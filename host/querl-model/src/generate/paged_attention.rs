@@ -21,7 +21,7 @@ pub(super) struct NewTokens<'s> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Row {
     pub(super) cache: usize,
-    /// Tokens that it sees: those before it and itself.
+    /// Number of tokens that the row attends to without a window: those before it and itself.
     pub(super) n_visible: usize,
 }
 
@@ -69,17 +69,17 @@ struct Caches<'a> {
 }
 
 impl<'a> Caches<'a> {
-    /// First token that a row sees.
+    /// Position of the first token that a row attends to.
     fn first_visible(self, row: &Row) -> usize {
         row.n_visible.saturating_sub(self.window)
     }
 
-    /// First token of the first block with such a token.
+    /// Position of the first token of the block with that token.
     fn first_of_blocks(self, row: &Row) -> usize {
         self.first_visible(row) / BLOCK_TOKENS * BLOCK_TOKENS
     }
 
-    /// The block of that index, where the row sees a token of it.
+    /// The block with this index, if the row attends to a token of it.
     fn block_of(self, row: &Row, index: usize) -> Option<&'a Arc<Block>> {
         let first = index * BLOCK_TOKENS;
         let is_seen = (self.first_of_blocks(row)..row.n_visible).contains(&first);
@@ -87,7 +87,7 @@ impl<'a> Caches<'a> {
     }
 }
 
-/// Rows of one task: enough to share a block, few enough that their scores stay in the second-level cache.
+/// Rows per task: enough to share a block, few enough that their scores fit into the L2 cache.
 const ROWS_PER_TASK: usize = 32;
 
 thread_local! {
@@ -101,7 +101,7 @@ struct Scratch {
     sums: Vec<f32>,    // (rows * group, value width)
 }
 
-/// `out` `(N, heads * D)` for queries of the same shape; the caches hold the keys and values of the rows themselves already.
+/// Computes `out` `(N, heads * D)` for queries of the same shape. The caches already contain the keys and values of the rows themselves.
 fn attend(caches: Caches<'_>, rows: &[Row], layer: usize, queries: &[f32], heads: Heads, out: &mut [f32]) {
     let width = heads.n_heads * heads.head_dim;
     let per_task = (ROWS_PER_TASK * width).max(1);
@@ -149,7 +149,7 @@ impl Scratch {
             sums[n_visible..n_visible.next_multiple_of(BLOCK_TOKENS)].fill(f32::NEG_INFINITY);
             sums[start..first].fill(f32::NEG_INFINITY);
             let seen = &mut sums[start..n_visible.next_multiple_of(BLOCK_TOKENS)];
-            self.queries[index * dim] = exponentials(seen); // the queries are no longer needed: their memory keeps the sums
+            self.queries[index * dim] = exponentials(seen); // reuses the memory of the queries for the sums
         }
         for_runs(caches, rows, |first, of_rows, block| {
             let (start, end) = (of_rows.start * group, of_rows.end * group);
@@ -168,7 +168,7 @@ impl Scratch {
     }
 }
 
-/// Calls `visit` for every block and every run of rows that hold it: its first token's position, the rows, the block.
+/// Calls `visit(first token's position, rows, block)` for every block and every run of rows that attend to it.
 fn for_runs(caches: Caches<'_>, rows: &[Row], mut visit: impl FnMut(usize, Range<usize>, &Block)) {
     let n_blocks = rows.iter().map(|row| row.n_visible.div_ceil(BLOCK_TOKENS)).max().unwrap_or(0);
     let first = rows.iter().map(|row| caches.first_visible(row)).min().unwrap_or(0) / BLOCK_TOKENS;
@@ -188,7 +188,7 @@ fn for_runs(caches: Caches<'_>, rows: &[Row], mut visit: impl FnMut(usize, Range
 }
 
 vectorised! {
-    /// Scores of `queries` `(n, dim)` and the keys of one block, into rows that are `stride` apart.
+    /// Computes scores of `queries` `(n, dim)` and the keys of one block. Rows of scores are `stride` apart.
     fn score<A>(queries: &[f32], dim: usize, keys: &[f32], scores: &mut [f32], stride: usize) {
         let (keys, _) = keys.as_chunks::<LANES>();
         let (n, mut row) = (queries.len() / dim, 0);
@@ -204,8 +204,8 @@ vectorised! {
     }
 }
 
-/// Scores of `ROWS` queries. Each is the sum over the even values of a head plus that over the odd ones, whatever the tile: two
-/// chains of additions, so that a few rows keep the CPU busy too. Returns `ROWS`.
+/// Scores of `ROWS` queries. A score is the sum over even elements of a head plus the sum over odd elements, for any tile size: two
+/// independent chains of additions keep the CPU busy even with few rows. Returns `ROWS`.
 #[inline(always)]
 fn score_tile<A: Arithmetic, const ROWS: usize>(
     queries: &[f32],
@@ -215,7 +215,7 @@ fn score_tile<A: Arithmetic, const ROWS: usize>(
     stride: usize,
 ) -> usize {
     let queries: [&[[f32; 2]]; ROWS] = std::array::from_fn(|row| queries[row * dim..(row + 1) * dim].as_chunks().0);
-    let (keys, _) = keys[..dim].as_chunks::<2>(); // heads have an even width
+    let (keys, _) = keys[..dim].as_chunks::<2>(); // the head size is even
     let (mut even, mut odd) = ([[0f32; LANES]; ROWS], [[0f32; LANES]; ROWS]);
     for (d, [first, second]) in keys.iter().enumerate() {
         for row in 0..ROWS {
@@ -236,7 +236,7 @@ fn score_tile<A: Arithmetic, const ROWS: usize>(
 }
 
 vectorised! {
-    /// Replaces scores, a multiple of 16, by exponentials of their distance to the largest; returns the sum.
+    /// Replaces scores (their number is a multiple of 16) by `exp(score - max)`; returns the sum.
     fn exponentials<A>(scores: &mut [f32]) -> f32 {
         let (chunks, _) = scores.as_chunks_mut::<LANES>();
         let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -258,7 +258,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Adds the values of one block, weighted, to `sums` `(n, width)`; rows of weights are `stride` apart.
+    /// Adds the weighted values of one block to `sums` `(n, width)`. Rows of weights are `stride` apart.
     fn add_values<A>(weights: &[f32], stride: usize, values: &[f32], width: usize, sums: &mut [f32]) {
         let (n, mut row) = (sums.len() / width, 0);
         while row < n {
@@ -283,12 +283,12 @@ vectorised! {
 #[derive(Clone, Copy)]
 struct TileOffset {
     stride: usize,
-    /// Between rows of values and of sums.
+    /// Stride of the rows of values and of sums.
     width: usize,
     column: usize,
 }
 
-/// Adds to `ROWS` rows of `COLUMNS` vectors each, token by token. Returns the columns.
+/// Adds to `ROWS` rows of `COLUMNS` vectors each, token by token. Returns the number of columns.
 #[inline(always)]
 fn value_tile<A: Arithmetic, const ROWS: usize, const COLUMNS: usize>(
     weights: &[f32],
@@ -336,7 +336,7 @@ mod tests {
         (0..n).map(|i| number(seed * 100_003 + i)).collect()
     }
 
-    /// A cache with tokens `from..to`, whose keys and values depend on the seed and the position.
+    /// Extends a cache to `to` tokens, with keys and values that depend on seed and position.
     fn filled(cache: &mut SequenceKvCache, to: usize, seed: usize) {
         let from = cache.len();
         cache.extend(to - from).unwrap();
@@ -350,7 +350,7 @@ mod tests {
         BlockShape::of(2, HEADS.n_kv_heads, HEADS.head_dim)
     }
 
-    /// Softmax attention of one query head over some tokens in f64, straight from the definition.
+    /// Softmax attention of one query head over some tokens in f64, computed from the definition.
     fn expected(cache: &SequenceKvCache, query: &[f32], kv_head: usize, tokens: Range<usize>) -> Vec<f64> {
         let key = |t: usize, d: usize| cache.blocks()[t / 16].keys(1, kv_head)[d * 16 + t % 16];
         let value = |t: usize, d: usize| cache.blocks()[t / 16].values(1, kv_head)[t % 16 * 32 + d];
@@ -380,7 +380,7 @@ mod tests {
             .map(|(cache, n_visible)| Row { cache, n_visible })
             .to_vec();
         let queries = numbers(rows.len() * 120, 9);
-        // Windows within a block, over two, of whole blocks, and of all tokens of most rows.
+        // Windows within a block, over two blocks, of complete blocks, and longer than most rows need.
         for window in [None, Some(1), Some(7), Some(16), Some(21), Some(64)] {
             let caches: Vec<&SequenceKvCache> = caches.iter().collect();
             let window = window.unwrap_or(usize::MAX);
@@ -398,7 +398,7 @@ mod tests {
                         );
                     }
                 }
-                // Alone, a row gets the same bits as among others.
+                // A row alone gives the same bits as in a batch.
                 let mut alone = vec![0f32; 120];
                 let query = &queries[index * 120..(index + 1) * 120];
                 let own = Caches { caches: &[caches[row.cache]], window };

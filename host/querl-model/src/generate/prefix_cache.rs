@@ -15,18 +15,18 @@ pub(super) struct PrefixCache {
 }
 
 struct CachedPrefix {
-    /// The adapter that computed it. Weak, so that a replaced adapter is freed before its prefixes are evicted.
+    /// The adapter that computed the prefix. Weak, so that a replaced adapter is freed before its prefixes are evicted.
     adapter: Option<Weak<AdapterWeights>>,
     tokens: Vec<u32>,
     cache: SequenceKvCache,
     used_at: u64,
 }
 
-/// Tokens that a prefix must add to the one before it: for fewer, a pass of its own costs more than it saves.
+/// Minimum number of tokens that a prefix adds to the previous one. For fewer tokens a separate pass costs more than it saves.
 const WORTH_SHARING: usize = 4;
 
 impl PrefixCache {
-    /// Keeps at most `max_tokens`, in whole blocks.
+    /// A cache of at most `max_tokens` tokens, in complete blocks.
     pub(super) fn new(max_tokens: usize) -> Self {
         Self { prefixes: Vec::new(), max_tokens, clock: 0 }
     }
@@ -35,7 +35,7 @@ impl PrefixCache {
         self.prefixes.clear();
     }
 
-    /// The KV cache of the adapter's longest kept prefix of `tokens`; `None` where the first token differs.
+    /// The KV cache of the adapter's longest cached prefix of `tokens`; `None` if not even the first token matches.
     pub(super) fn longest(&mut self, adapter: &Adapter, tokens: &[u32]) -> Option<SequenceKvCache> {
         let of_adapter = self.prefixes.iter().enumerate().filter(|(_, prefix)| prefix.is_of(adapter));
         let common = of_adapter.map(|(index, prefix)| (index, common_tokens(&prefix.tokens, tokens)));
@@ -54,7 +54,7 @@ impl PrefixCache {
         self.prefixes.push(CachedPrefix { adapter, tokens: tokens.to_vec(), cache, used_at: self.clock });
     }
 
-    /// Evicts the prefixes of adapters that are no longer used, and the least recently used ones beyond the limit.
+    /// Evicts the prefixes of adapters that no longer exist, and the least recently used ones above the limit.
     pub(super) fn trim(&mut self) {
         self.prefixes.retain(|prefix| prefix.adapter.as_ref().is_none_or(|adapter| adapter.strong_count() > 0));
         let n_tokens = |prefix: &CachedPrefix| prefix.tokens.len().next_multiple_of(BLOCK_TOKENS);
@@ -76,8 +76,8 @@ impl CachedPrefix {
     }
 }
 
-/// Prefixes that two or more of the prompts share, each worth a pass of its own beyond the one before it, shortest first.
-/// `prompts`: sorted, all different.
+/// Prefixes that two or more prompts share, if a separate pass for the prefix is worth its cost; shortest first. `prompts`: sorted and
+/// distinct.
 fn shared_prefixes<'p>(prompts: &[&'p [u32]]) -> Vec<&'p [u32]> {
     let mut found = Vec::new();
     collect(prompts, 0, &mut found);
@@ -85,10 +85,10 @@ fn shared_prefixes<'p>(prompts: &[&'p [u32]]) -> Vec<&'p [u32]> {
     found
 }
 
-/// Adds the prefix of all `prompts`, if it is worth it beyond `n_known` tokens, and the prefixes of subsets of them.
+/// Adds the common prefix of all `prompts`, if it exceeds `n_known` tokens by enough, and recursively the prefixes of subsets.
 fn collect<'p>(prompts: &[&'p [u32]], n_known: usize, found: &mut Vec<&'p [u32]>) {
     let [first, .., last] = prompts else { return };
-    // The last token of a prompt is left for its own prefill, which needs its hidden state.
+    // The last token of a prompt is excluded: its own prefill computes the hidden state that is needed.
     let shortest = prompts.iter().map(|prompt| prompt.len()).min().unwrap_or(0);
     let common = common_tokens(first, last);
     let n_shared = common.min(shortest - 1);
@@ -109,12 +109,12 @@ fn common_tokens(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
-/// KV caches of responses that a stop left unfinished, by seed and sample, until the next call.
+/// KV caches of responses that were stopped before their end, by seed and sample index. Kept until the next call.
 pub(super) type StoppedSequences = BTreeMap<(u64, usize), SequenceKvCache>;
 
 pub(super) struct EngineCore<'e> {
     pub(super) policy: &'e mut Policy,
-    /// That of all sequences.
+    /// The adapter of all sequences.
     pub(super) adapter: &'e Adapter,
     pub(super) pool: &'e Arc<BlockPool>,
     pub(super) prefixes: &'e mut PrefixCache,
@@ -125,8 +125,8 @@ pub(super) struct EngineCore<'e> {
 }
 
 impl EngineCore<'_> {
-    /// KV caches to prefill the given prompts from, each lacking at least the prompt's last token. Prefixes that several of them share
-    /// are computed now and kept. `prompts`: sorted, all different.
+    /// KV caches from which the prompts are prefilled; each lacks at least the prompt's last token. New prefixes that several prompts share
+    /// are computed now and cached. `prompts`: sorted and distinct.
     pub(super) fn prompt_caches(
         &mut self,
         prompts: &[&[u32]],
@@ -136,7 +136,7 @@ impl EngineCore<'_> {
         if let [prompt] = prompts
             && self.longest_cached(prompt).len() * 2 < prompt.len()
         {
-            // A single prompt unlike any before: the next one may share its prefix.
+            // A single prompt without a cached prefix: the next prompt may share its beginning.
             left.push(&prompt[..prompt.len() - 1]);
         }
         while !left.is_empty() {
@@ -151,7 +151,7 @@ impl EngineCore<'_> {
         Ok(caches)
     }
 
-    /// Computes prefixes, none of them a prefix of another, and keeps them.
+    /// Computes and caches prefixes, where none is a prefix of another one.
     fn prefill(&mut self, prefixes: &[&[u32]], processor: &LogitsProcessor<'_>) -> Result<(), ModelError> {
         let is_new = |tokens: &&[u32]| self.longest_cached(tokens).len() < tokens.len();
         let new: Vec<&[u32]> = prefixes.iter().copied().filter(is_new).collect();
@@ -174,7 +174,7 @@ impl EngineCore<'_> {
         Ok(())
     }
 
-    /// A KV cache of as many of the tokens as are kept.
+    /// The KV cache of the longest cached prefix of the tokens; empty without one.
     fn longest_cached(&mut self, tokens: &[u32]) -> SequenceKvCache {
         self.prefixes.longest(self.adapter, tokens).unwrap_or_else(|| SequenceKvCache::new(self.pool))
     }

@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 
 /// Consumes the row of logits that follows a sequence's last token.
 pub enum LogitsConsumer<'s> {
-    /// Chooses the next token of a response, on any device.
+    /// Samples the next token of a response, on any device.
     Sampler(&'s mut Sampler),
     /// Finds the best next tokens of a beam, on the host.
     BeamCandidates(&'s mut BeamCandidates),
@@ -43,7 +43,7 @@ pub struct Sampler {
     pub token_ids: Vec<u32>,
     logprobs: Vec<f32>,
     behaviour_logprobs: Vec<f32>,
-    /// Why the last pass gave no token.
+    /// The error, if the last pass gave no token.
     pub(super) failure: Option<ModelError>,
 }
 
@@ -56,7 +56,7 @@ impl Sampler {
         Self { rng, decoding, token_ids, logprobs, behaviour_logprobs, failure: None }
     }
 
-    /// The sampler that generated `response` so far.
+    /// The sampler in the state after generating `response`.
     pub(super) fn resume(seed: u64, sample: usize, decoding: Decoding, response: Generated) -> Self {
         let mut sampler = Self::new(seed, sample, decoding);
         if decoding == Decoding::Sample {
@@ -98,7 +98,7 @@ pub struct BeamCandidates {
 #[derive(Clone, Copy)]
 pub(super) struct BeamCandidate {
     pub(super) token: u32,
-    /// Added to the beam's score: the log-probability at temperature 1 after penalties.
+    /// The term that is added to the beam's score: the log-probability at temperature 1 after penalties.
     pub(super) gain: f64,
     /// Log-probability at the sampling temperature, without penalties.
     pub(super) logprob: f32,
@@ -111,7 +111,7 @@ impl BeamCandidates {
         if !softmax.total.is_finite() {
             return Err(ModelError::Generation("the logits of a beam are not finite".into()));
         }
-        // As in the source of beam search, penalties work on log-probabilities here.
+        // As in transformers' beam search, penalties are applied to log-probabilities.
         let original = logits.to_vec();
         logits.iter_mut().for_each(|logit| *logit = softmax.logprob(*logit));
         processor.apply_penalties(logits, &self.response);
@@ -136,7 +136,7 @@ impl BeamCandidates {
 /// token within it.
 const BLOCK: usize = 512;
 
-/// The exponentials of a row's logits over a temperature, summed by blocks. A logit of minus infinity adds 0.
+/// The exponentials of a row's logits divided by a temperature, with one sum per block. A logit of minus infinity adds 0.
 pub(super) struct Softmax {
     pub(super) max: f32,
     inverse_temperature: f32,
@@ -212,7 +212,8 @@ impl Softmax {
         exp_or_zero::<Plain>((logit - self.max) * self.inverse_temperature)
     }
 
-    /// Inverse transform sampling: the token at which the cumulative probability reaches `uniform`. `logits`: those of this softmax.
+    /// Inverse transform sampling: the token at which the cumulative probability reaches `uniform`. `logits`: the logits that this softmax
+    /// was computed from.
     fn sample(&self, logits: &[f32], uniform: f64) -> usize {
         let mut left = uniform * self.total;
         let mut block = 0;
@@ -220,7 +221,7 @@ impl Softmax {
             left -= f64::from(self.blocks[block]);
             block += 1;
         }
-        // Rounding may leave a remainder after the last token of the vocabulary: it belongs to the last token with a probability above 0.
+        // Because of rounding, `uniform` may exceed the total. Then the last token with a probability above 0 is taken.
         while block > 0 && self.blocks[block] == 0.0 {
             block -= 1;
         }
@@ -301,7 +302,7 @@ mod tests {
         let logits = logits(1200);
         let softmax = Softmax::of(&logits, 1.0);
         let expected = probabilities(&logits, 1.0);
-        // Equal steps through the unit interval hit each token as often as its probability says, except one at either end.
+        // Equidistant numbers in the unit interval select each token in proportion to its probability, up to one at either end.
         let n = 200_000;
         let mut counts = vec![0usize; logits.len()];
         (0..n).for_each(|i| counts[softmax.sample(&logits, (i as f64 + 0.5) / n as f64)] += 1);

@@ -14,16 +14,16 @@ use std::ops::Range;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct ResponseJob {
-    prompt: usize, // index of the sorted prompts
+    prompt: usize, // index in the sorted prompts
     request: usize,
     sample: usize,
 }
 
-/// A prompt in prefill, or prefilled with further responses to come.
+/// A prompt in prefill, or a prefilled prompt with more responses to start.
 struct Prompt {
     cache: SequenceKvCache,
     hidden: HiddenState,
-    /// Tokens that its cache does not hold yet.
+    /// Number of tokens that are not in its KV cache yet.
     n_left: usize,
 }
 
@@ -36,8 +36,8 @@ struct RunningSequence {
     sampler: Sampler,
 }
 
-/// Generates all responses: by request, then by sample. Continues those of `started` that have no finish reason; where `stop` ends it,
-/// so do the results.
+/// Generates all responses, ordered by request and sample. Continues the responses of `started` that have no finish reason. If `stop` is
+/// set, it returns the unfinished responses.
 pub(super) fn run(
     core: &mut EngineCore<'_>,
     (requests, started): (&[GenerationRequest<'_>], &[Vec<Generated>]),
@@ -53,7 +53,7 @@ pub(super) fn run(
         let prompt = order[of_request.prompt];
         (0..of_request.n).map(move |sample| ResponseJob { prompt, request, sample })
     };
-    // Sorted by prompt: neighbours in the batch share blocks, which attention reads once.
+    // Sorted by prompt: consecutive sequences of the batch share blocks, which attention reads once.
     let mut jobs: Vec<ResponseJob> = requests.iter().enumerate().flat_map(jobs_of).collect();
     jobs.sort();
     let mut responses: Vec<Vec<Generated>> =
@@ -120,7 +120,7 @@ pub(super) fn run(
     Ok(responses)
 }
 
-/// Detokenizing for stop strings runs on all threads: a GPU would wait for one.
+/// Detokenizing for stop strings is parallel, so that a GPU does not wait for one thread.
 fn finish_reasons(
     running: &[RunningSequence],
     processor: &LogitsProcessor<'_>,
@@ -133,13 +133,13 @@ fn finish_reasons(
     }
 }
 
-/// The jobs that start now: at most `n`, in order, as long as there are blocks for them.
+/// Admits the next jobs: at most `n`, in order, as long as there are blocks for them.
 fn admit(admission: &mut Admission, jobs: &[ResponseJob], next: usize, n: usize, prompts: &[&[u32]]) -> Range<usize> {
     let fits = |job: &&ResponseJob| admission.admit(job.prompt, prompts[job.prompt].len());
     next..next + jobs[next..].iter().take(n).take_while(fits).count()
 }
 
-/// The KV cache is too small for a single response.
+/// The error for a KV cache that is too small for a single response.
 pub(super) fn out_of_blocks(n_tokens: usize, max_new_tokens: usize) -> ModelError {
     let request = format!("a prompt of {n_tokens} tokens with max_new_tokens {max_new_tokens}");
     ModelError::Generation(format!("{request} needs more keys and values than this engine has room for"))
@@ -175,8 +175,8 @@ fn start_prompts(
     Ok(started)
 }
 
-/// A decode step of the running responses together with the prefill of new prompts, which ends with the first token of each new
-/// response; a response that was started before is fed in the next step. Returns the last of the prompts.
+/// A decode step of the running responses together with the prefill of new prompts. The prefill ends with the first token of each new
+/// response; a resumed response gets its next token in the next step. Returns the last of the prompts.
 fn step(
     core: &mut EngineCore<'_>,
     (prompts, jobs): (&[&[u32]], &[ResponseJob]),
@@ -230,7 +230,7 @@ fn step(
     Ok(started.pop())
 }
 
-/// The KV cache of a prompt, which starts with the first of its jobs.
+/// The KV cache of a prompt, which is started with the first of its jobs.
 fn prompt_cache(started: &Prompts, prompt: usize) -> Result<SequenceKvCache, ModelError> {
     let lost = || ModelError::Generation(format!("a response to prompt {prompt} starts before its prompt"));
     let found = started.iter().find(|(index, _)| *index == prompt);

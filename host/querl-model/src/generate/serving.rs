@@ -80,14 +80,14 @@ struct Running {
     started_at: Instant,
 }
 
-/// A response as far as it is generated.
+/// A response in progress.
 enum Response {
     Sampled { cache: SequenceKvCache, hidden: HiddenState, sampler: Box<Sampler> },
     Beams(Search),
 }
 
 impl Response {
-    /// `cache`: of the prompt without at least its last token.
+    /// `cache`: KV cache of the prompt, lacking at least its last token.
     fn new(request: &ServingRequest, cache: SequenceKvCache) -> Self {
         match beams(request) {
             Some(beams) => Self::Beams(Search::new(beams, cache)),
@@ -106,7 +106,7 @@ impl Response {
         }
     }
 
-    /// After a pass: takes the next beams, and finds out whether the response has ended.
+    /// Processes the result of a pass: selects the next beams, and checks whether the response has ended.
     ///
     /// # Errors
     /// There is no next token, or the tokenizer fails.
@@ -194,11 +194,11 @@ pub struct ServingEngine {
     /// KV cache blocks that running requests have reserved.
     n_reserved: usize,
     waiting: VecDeque<ServingRequest>,
-    /// Requests of one adapter are neighbours.
+    /// Running requests; those with the same adapter are consecutive.
     running: Vec<Running>,
 }
 
-/// Prompt tokens that start in one step: with more, running requests would wait too long for their next token.
+/// Maximum number of prompt tokens that are started in one step, which limits the delay of running requests.
 const MAX_PREFILL_TOKENS: usize = 512;
 
 impl ServingEngine {
@@ -305,7 +305,7 @@ impl ServingEngine {
             let response = Response::new(&request, SequenceKvCache::new(&self.pool));
             admitted.push(Running { request, response, n_blocks, n_cached, started_at });
         }
-        // Stable, so that requests of one adapter start in the order of their arrival.
+        // Stable sort, so that requests with the same adapter start in the order of their arrival.
         admitted.sort_by_key(|running| running.request.adapter.as_ref().map(Arc::as_ptr));
         for of_adapter in admitted.chunk_by_mut(|a, b| is_same(&a.request.adapter, &b.request.adapter)) {
             self.start(of_adapter)?;
@@ -318,7 +318,7 @@ impl ServingEngine {
         Ok(())
     }
 
-    /// Gives requests of one adapter the KV cache of their longest shared prefixes, computed where they are new.
+    /// Assigns KV caches of the longest shared prefixes to requests with the same adapter, and computes new prefixes.
     fn start(&mut self, requests: &mut [Running]) -> Result<(), ModelError> {
         let adapter: Adapter = requests[0].request.adapter.clone();
         let mut prompts: Vec<&[u32]> = requests.iter().map(|running| running.request.prompt.as_slice()).collect();

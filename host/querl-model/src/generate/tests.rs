@@ -1,4 +1,4 @@
-//! Logits processors against those of transformers, from `tests/reference/generation.py`, and generation at each SIMD level.
+//! Logits processors compared with those of transformers (`tests/reference/generation.py`), and generation at each SIMD level.
 
 use super::logits_processor::LogitsProcessor;
 use super::sampler::{Softmax, sample_token};
@@ -58,7 +58,7 @@ fn logits_processors_agree_with_transformers() {
         for (id, expected) in kept.iter().zip(floats(&case["logprobs"])) {
             assert!((found[id] - expected).abs() < 1e-5, "{name}: token {id}: {} against {expected}", found[id]);
         }
-        // A sampled token has both log-probabilities: after penalties and filters, and without.
+        // A sampled token has two log-probabilities: after penalties and filters, and without them.
         let whole = Softmax::of(&logits, settings.temperature as f32);
         for seed in 0..20 {
             let rng = &mut ChaCha8Rng::seed_from_u64(seed);

@@ -97,7 +97,7 @@ pub fn export_gguf(
     })
 }
 
-/// Refuses what llama.cpp has no parameters for, in a sentence without the file's name.
+/// Refuses models with features that llama.cpp's format lacks. The error does not name the file.
 fn check(config: &DecoderConfig) -> Result<(), String> {
     let is_llama = architecture(config.family) == "llama";
     let width = config.n_heads * config.head_dim;
@@ -130,7 +130,7 @@ fn architecture(family: Family) -> &'static str {
     }
 }
 
-/// llama.cpp's models of these architectures have full attention: up to the shortest sliding window it is the same.
+/// llama.cpp has full attention only for these architectures. It is equivalent up to the length of the shortest sliding window.
 fn context_length(config: &DecoderConfig) -> usize {
     let windows = config.sliding_windows.iter().flatten();
     windows.copied().min().map_or(config.max_positions, |window| window.min(config.max_positions))
@@ -140,7 +140,7 @@ fn model_name(model: &Path) -> String {
     model.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
 }
 
-/// The metadata but for the tokenizer.
+/// The metadata without the tokenizer's.
 fn describe(config: &DecoderConfig, name: &str, dtype: GgufDtype) -> Vec<(String, MetadataValue)> {
     use MetadataValue::{F32, Text, U32};
     let size = |size: usize| U32(u32::try_from(size).unwrap_or(u32::MAX));
@@ -179,13 +179,13 @@ fn describe(config: &DecoderConfig, name: &str, dtype: GgufDtype) -> Vec<(String
             add("rope.scaling.yarn_beta_slow", number(yarn.beta_slow));
             add("rope.scaling.attn_factor", number(yarn.attention_factor / (1.0 + 0.1 * yarn.factor.ln())));
         }
-        // Dynamic NTK changes nothing up to the model's positions; the factors of llama3 are a tensor.
+        // Dynamic NTK has no effect up to the model's positions. The factors of llama3 are written as a tensor.
         None | Some(RopeScaling::Dynamic { .. } | RopeScaling::Llama3(_)) => {}
     }
     keys
 }
 
-/// By what each frequency is divided, with the scaling of Llama 3.
+/// The divisor of each RoPE frequency, with the scaling of Llama 3.
 fn rope_factors(config: &DecoderConfig) -> Option<Vec<f32>> {
     let scaling = config.rope_scaling.as_ref().filter(|scaling| matches!(scaling, RopeScaling::Llama3(_)))?;
     let of = |scaling| inverse_frequencies(config.head_dim, config.rope_theta, scaling).0;
@@ -197,7 +197,7 @@ fn tensor_info(tensor: &OutTensor, dtype: GgufDtype) -> TensorInfo {
     TensorInfo { name: gguf_name(&tensor.name), shape: tensor.shape.clone(), dtype }
 }
 
-/// The name in llama.cpp of a tensor of a decoder.
+/// llama.cpp's name of a decoder tensor.
 fn gguf_name(name: &str) -> String {
     const PARTS: [(&str, &str); 15] = [
         ("model.embed_tokens", "token_embd"),
@@ -219,8 +219,8 @@ fn gguf_name(name: &str) -> String {
     PARTS.iter().fold(name.to_owned(), |name, (part, of_gguf)| name.replacen(part, of_gguf, 1))
 }
 
-/// RoPE of llama.cpp's llama turns neighbouring dimensions, that of transformers the two halves of a head: rows of query and key of each
-/// head are interleaved. The same for biases.
+/// For the architecture llama, llama.cpp's RoPE rotates adjacent dimensions, that of transformers the two halves of a head. So the rows of
+/// query and key are interleaved within each head; the same for biases.
 fn permuted(value: &Tensor, name: &str, config: &DecoderConfig) -> Result<Tensor, ModelError> {
     let n_heads = match () {
         () if architecture(config.family) != "llama" => return Ok(value.clone()),

@@ -22,11 +22,11 @@ pub(super) struct GgufTokenizer {
     pub(super) pre_tokenizer: &'static str,
 }
 
-/// A pre-tokenizer of llama.cpp. Each expression divides the pieces of the one before; what does not match is a piece too.
+/// A pre-tokenizer of llama.cpp. Each expression splits the pieces of the previous one; text that does not match is a piece, too.
 struct PreTokenizer {
     name: &'static str,
     expressions: &'static [&'static str],
-    /// A piece that is a token is not merged.
+    /// A piece that is a token of the vocabulary becomes that token without merges.
     ignores_merges: bool,
 }
 
@@ -51,7 +51,8 @@ const PRE_TOKENIZERS: [PreTokenizer; 7] = [
         ],
         ignores_merges: true,
     },
-    // Punctuation, words and numbers apart: for tokenizers whose tokens are of one of these kinds, such as those of `querl model pretrain`.
+    // Splits punctuation, words and numbers: for tokenizers whose tokens have one of these kinds each, such as those of `querl model
+    // pretrain`.
     PreTokenizer {
         name: "falcon",
         expressions: &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"],
@@ -67,7 +68,7 @@ const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
 
-/// The tokenizer and chat template of a model directory. `vocab_size`: rows of the embedding, for which tokens are filled up.
+/// The tokenizer and chat template of a model directory. `vocab_size`: rows of the embedding; missing tokens are padded.
 pub(super) fn read(model: &Path, vocab_size: usize) -> Result<GgufTokenizer, ModelError> {
     let path = required(model, "tokenizer.json")?;
     let file = read_json(&path)?;
@@ -104,7 +105,7 @@ fn load(file: &Value) -> Result<Tokenizer, ModelError> {
     Tokenizer::from_bytes(text).map_err(|error| ModelError::Tokenizer(error.to_string()))
 }
 
-/// Refuses what is not a byte-level BPE tokenizer, or has settings that llama.cpp does not know.
+/// Refuses tokenizers that are not byte-level BPE, or have settings that llama.cpp does not support.
 fn check(file: &Value) -> Result<(), String> {
     let model = &file["model"];
     let kind = model["type"].as_str().unwrap_or("BPE");
@@ -153,7 +154,7 @@ fn vocabulary(file: &Value, vocab_size: usize) -> Result<(Vec<String>, Vec<i32>)
     Ok(tokens.into_iter().enumerate().map(filled).unzip())
 }
 
-/// `LEFT RIGHT` for each merge.
+/// Each merge as `LEFT RIGHT`.
 fn merges(file: &Value) -> Result<Vec<String>, String> {
     let merge = |merge: &Value| match merge {
         Value::String(text) => Some(text.clone()),
@@ -164,7 +165,7 @@ fn merges(file: &Value) -> Result<Vec<String>, String> {
     merges.ok_or_else(|| "`model.merges` is not a list of pairs".into())
 }
 
-/// Ids by their names in llama.cpp. Further stop tokens are the end of a turn and of a message there.
+/// Ids of special tokens by llama.cpp's names. Additional stop tokens become its end-of-turn and end-of-message tokens.
 fn special_ids(
     model: &Path,
     tokenizer: &Tokenizer,
@@ -189,22 +190,22 @@ fn special_ids(
     Ok(ids)
 }
 
-/// Whether the chat template begins with `bos`: llama.cpp adds it then, and not twice.
+/// True if the chat template begins with `bos`. llama.cpp then adds it, and the template must not add it again.
 fn begins_with(tokenizer: &TextTokenizer, bos: Option<u32>) -> bool {
     let message = Message { role: "user".into(), content: "a".into() };
     tokenizer.encode_prompt(&[message]).is_ok_and(|ids| ids.first().copied() == bos)
 }
 
-/// Tokens of whitespace that are separated from a text before all others, with their ids.
+/// Whitespace tokens that are split off before pre-tokenization, with their ids.
 type SeparateTokens = Vec<(String, u32)>;
 
-/// The pre-tokenizer of llama.cpp that gives the tokens of `tokenizer`, if need be with tokens of whitespace that are separated first.
+/// The pre-tokenizer of llama.cpp that gives the same tokens as `tokenizer`, if necessary with whitespace tokens that are split off first.
 fn find_pre_tokenizer(file: &Value, tokenizer: &Tokenizer) -> Result<(&'static str, SeparateTokens), String> {
     let texts = sample_texts(tokenizer);
     let expected = texts.iter().map(|text| ids(tokenizer, text)).collect::<Result<Vec<_>, _>>()?;
     let pattern = file["pre_tokenizer"].to_string();
     let mut candidates: Vec<&PreTokenizer> = PRE_TOKENIZERS.iter().collect();
-    // An equal expression first: a large vocabulary takes half a second for each comparison.
+    // Pre-tokenizers with an equal expression first, because a comparison takes half a second with a large vocabulary.
     candidates.sort_by_key(|candidate| !pattern.contains(&json!(candidate.expressions[0]).to_string()));
     let spaces = whitespace_tokens(tokenizer);
     let mut difference = String::new();
@@ -224,7 +225,7 @@ fn find_pre_tokenizer(file: &Value, tokenizer: &Tokenizer) -> Result<(&'static s
 }
 
 impl PreTokenizer {
-    /// The first text whose tokens are other ones with llama.cpp.
+    /// The first text that has other tokens with llama.cpp.
     fn difference(
         &self,
         file: &Value,
@@ -258,7 +259,7 @@ fn ids(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, String> {
     Ok(encoding.get_ids().to_vec())
 }
 
-/// Tokens of two or more spaces or line breaks.
+/// The tokens that consist of two or more spaces or line breaks.
 fn whitespace_tokens(tokenizer: &Tokenizer) -> SeparateTokens {
     let token = |id| tokenizer.decode(&[id], true).ok().map(|text| (text, id));
     let all = (0..tokenizer.get_vocab_size(false) as u32).filter_map(token);
@@ -268,7 +269,7 @@ fn whitespace_tokens(tokenizer: &Tokenizer) -> SeparateTokens {
 const N_TEXTS: usize = 1000;
 const N_PIECES: usize = 12;
 
-/// Where pre-tokenizers differ: contractions, digits, spaces, line breaks, scripts, symbols, joined emoji.
+/// Texts for which pre-tokenizers differ: contractions, digits, spaces, line breaks, scripts, symbols, joined emoji.
 const TEXTS: [&str; 6] = [
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n line\r\n\r\nline",
     "I've seen he's there, 'RE you sure? 'M not sure, we'll 'test' it; We'Ve a'lL",

@@ -6,7 +6,7 @@
 use std::io::{self, Write};
 
 const VERSION: u32 = 3;
-/// Each tensor begins at a multiple of it: `general.alignment` where the key is missing.
+/// Alignment of tensors in bytes: GGUF's default of `general.alignment`.
 const ALIGNMENT: u64 = 32;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -77,11 +77,11 @@ querl_core::named_enum! {
     }
 }
 
-/// Values of a block of [`GgufDtype::Q8_0`].
+/// Number of values in a block of [`GgufDtype::Q8_0`].
 const BLOCK: usize = 32;
 
 impl GgufDtype {
-    /// Value of `general.file_type` in the file.
+    /// Value of `general.file_type`.
     pub(super) fn file_type(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -133,7 +133,7 @@ impl TensorInfo {
     }
 }
 
-/// Writes all that precedes the bytes of the tensors.
+/// Writes the header: everything before the bytes of the tensors.
 pub(super) fn write_head(
     to: &mut impl Write,
     metadata: &[(String, MetadataValue)],
@@ -153,7 +153,7 @@ pub(super) fn write_head(
     for tensor in tensors {
         write_text(&mut head, &tensor.name)?;
         head.write_all(&(tensor.shape.len() as u32).to_le_bytes())?;
-        // The fastest dimension first.
+        // GGUF has the fastest dimension first.
         tensor.shape.iter().rev().try_for_each(|size| head.write_all(&(*size as u64).to_le_bytes()))?;
         head.write_all(&tensor.dtype.id().to_le_bytes())?;
         head.write_all(&offset.to_le_bytes())?;

@@ -41,8 +41,8 @@ pub(super) fn inverse_rms(row: &[f32], eps: f32) -> f32 {
     1.0 / (dot(row, row) / row.len() as f32 + eps).sqrt()
 }
 
-/// `dx = g w r - x r^3 / size * sum(g w x)`, and `more` where there is any; `dw += g x r`. `r` is the inverse root; an empty `dw`
-/// is not wanted.
+/// Gradient of RMSNorm for one row: `dx = g w r - x r^3 / size * sum(g w x)`, plus `more` if not empty; `dw += g x r`. `r` is the inverse
+/// root mean square. An empty `dw` is not computed.
 #[inline(always)]
 pub(super) fn row_gradient(
     x: &[f32],
@@ -103,7 +103,7 @@ pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     let fill = |y: &mut [MaybeUninit<f32>]| {
         y.par_chunks_mut(task).zip(x.par_chunks(task)).for_each(|(y, x)| normalise(x, weight, eps, y));
     };
-    // SAFETY: tasks are whole rows of a slice as long as the result, and each value of a row is written.
+    // SAFETY: tasks are complete rows of a slice as long as the result, and each value of a row is written.
     unsafe { filled(x.len(), fill) }.0
 }
 
@@ -135,7 +135,7 @@ pub fn rms_norm_backward(
     (dx, sum_of(parts, n_trained))
 }
 
-/// Sums the parts of tasks in their order: the result does not depend on which thread finished first.
+/// Sums the parts of all tasks in the order of tasks, so that the result does not depend on thread timing.
 pub(super) fn sum_of(parts: Vec<Vec<f32>>, size: usize) -> Vec<f32> {
     let mut sum = vec![0f32; size];
     for part in parts {
@@ -178,8 +178,8 @@ vectorised! {
 }
 
 vectorised! {
-    /// `out`: the result, gradients of gate and up. With `s` the sigmoid of the gate:
-    /// `d silu / d gate = s (1 + gate (1 - s))`.
+    /// Writes the result and the gradients of gate and up into `out`. With `s` the sigmoid of the gate: `d silu / d gate = s (1 + gate (1 -
+    /// s))`.
     fn swiglu_gradients(gate: &[f32], up: &[f32], grad: &[f32], out: [&mut [MaybeUninit<f32>]; 3]) {
         let [y, dgate, dup] = out;
         let outputs = y.iter_mut().zip(dgate).zip(dup);

@@ -5,7 +5,7 @@
 //!
 //! Sources: Dettmers et al. 2022, "LLM.int8()" (both sides in int8, outputs in f32); groups as in llama.cpp's q8_0.
 
-#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports))] // only the integer product reads them
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports))] // only used by the integer product
 
 use super::packed_matmul::{Output, WIDTH};
 use super::packed_weight::{GROUP, Packed};
@@ -14,31 +14,32 @@ use querl_core::config::BaseDtype;
 use rayon::prelude::*;
 use std::sync::OnceLock;
 
-/// Inputs that one step of the integer product reads: a vector has four of each of 16 outputs.
+/// Inputs per step of the integer product: a vector contains four inputs of each of 16 outputs.
 const QUAD: usize = 4;
 
-/// Rows that one task works on: their codes stay in the second-level cache while panels pass over them.
+/// Rows per task: their codes stay in the L2 cache while the panels of the weight are read.
 const ROWS_PER_TASK: usize = 128;
 
-/// Multiplications below which handing work to other threads costs more than it saves.
+/// Number of multiplications below which one thread is faster than several.
 const SERIAL_WORK: usize = 1 << 19;
 
-/// Activations `(N, in)` in int8, with a scale for each [`GROUP`] neighbours of a row: the rounded values are `code * scale`.
+/// Activations `(N, in)` quantized to int8, with one scale per [`GROUP`] consecutive values of a row: `value = code * scale`.
 pub(crate) struct Int8Rows {
     n_in: usize,
-    /// Codes of a row: a multiple of [`QUAD`], those beyond the last input are 0.
+    /// Number of codes per row, a multiple of [`QUAD`]. Codes after the last input are 0.
     stride: usize,
     codes: Vec<i8>,
     /// `(N, groups)`.
     scales: Vec<f32>,
-    /// `(N, groups)`: what integer sums begin with, since weights are stored as code plus 128.
+    /// Initial values of the integer sums, `(N, groups)`. They compensate for weights being stored as code plus 128.
     starts: Vec<i32>,
-    /// The rounded values `(N, in)`, where they were needed.
+    /// The dequantized values `(N, in)`, computed when needed.
     floats: OnceLock<Vec<f32>>,
 }
 
 impl Int8Rows {
-    /// Quantizes `x` `(N, in)`: each value to one of 255 even steps up to its group's largest. A group that holds NaN or Inf gives NaN.
+    /// Quantizes `x` `(N, in)`: each value to one of 255 equidistant steps up to the largest absolute value of its group. A group with NaN
+    /// or Inf becomes NaN.
     pub(crate) fn quantize(x: &[f32], n_in: usize) -> Self {
         let (n_rows, n_groups, stride) = (x.len() / n_in.max(1), n_in.div_ceil(GROUP), n_in.next_multiple_of(QUAD));
         let (mut codes, mut scales) = (vec![0i8; n_rows * stride], vec![0f32; n_rows * n_groups]);
@@ -55,12 +56,12 @@ impl Int8Rows {
         self.codes.len() / self.stride.max(1)
     }
 
-    /// Whether products with a weight `(n_out, n_in)` are `len` values.
+    /// True if a product with a weight `(n_out, n_in)` has `len` values.
     pub(super) fn fits(&self, n_in: usize, len: usize, n_out: usize) -> bool {
         n_in == self.n_in && len == self.n_rows() * n_out
     }
 
-    /// The rounded values, `(N, in)`.
+    /// The dequantized values, `(N, in)`.
     pub(super) fn to_floats(&self) -> &[f32] {
         self.floats.get_or_init(|| {
             let n_groups = self.n_in.div_ceil(GROUP).max(1);
@@ -86,12 +87,12 @@ vectorised! {
     }
 }
 
-/// Scale of a group, and what its integer sum begins with.
+/// Scale of a group, and the initial value of its integer sum.
 #[inline(always)]
 fn quantize_group(x: &[f32], codes: &mut [i8]) -> (f32, i32) {
-    // As bits without sign NaN is above Inf, and Inf above all numbers.
+    // Compared as bits without the sign, NaN is larger than Inf and Inf larger than all numbers.
     let largest = f32::from_bits(x.iter().map(|x| x.to_bits() & 0x7fff_ffff).fold(0, u32::max));
-    // Of zeros alone, or so close to them that no float is large enough, the codes are those of zeros.
+    // If the largest value is 0, or so small that the inverse overflows, all codes are 0.
     let inverse = if 127.0 / largest < f32::INFINITY { 127.0 / largest } else { 0.0 };
     let rounding = 12_582_912.0_f32; // 1.5 * 2^23: adding it rounds to the nearest integer, held in the lowest bits
     let mut sum = 0;
@@ -103,9 +104,9 @@ fn quantize_group(x: &[f32], codes: &mut [i8]) -> (f32, i32) {
     (if largest < f32::INFINITY { largest / 127.0 } else { f32::NAN }, -128 * sum)
 }
 
-/// `y = keep * y + x W^T` for `y` `(N, out)`; `false` where the processor lacks the instructions, and `y` is as before.
+/// `y = keep * y + x W^T` for `y` `(N, out)`; `false` (and `y` unchanged) if the processor lacks the instructions.
 pub(super) fn forward(level: SimdLevel, weight: &Packed, x: &Int8Rows, y: &mut [f32], keep: f32) -> bool {
-    // What the reads and writes below rely on.
+    // The unsafe reads and writes below rely on this.
     assert!(weight.dtype == BaseDtype::Int8 && x.fits(weight.n_in, y.len(), weight.n_out));
     #[cfg(target_arch = "x86_64")]
     if level == SimdLevel::Avx512 && is_x86_feature_detected!("avx512vnni") {
@@ -113,7 +114,7 @@ pub(super) fn forward(level: SimdLevel, weight: &Packed, x: &Int8Rows, y: &mut [
         let (n_panels, n_chunks) = (weight.n_out.div_ceil(WIDTH), n_rows.div_ceil(ROWS_PER_TASK));
         let out = Output::new(y, keep);
         let run = |task: usize| {
-            // Tasks that follow one another share their rows.
+            // Consecutive tasks share their rows.
             let (chunk, panel) = (task / n_panels, task % n_panels);
             let first = chunk * n_rows / n_chunks;
             let rows = first..(chunk + 1) * n_rows / n_chunks;
@@ -141,31 +142,31 @@ mod vnni {
 
     const LANES: usize = 16;
 
-    /// Vectors of a panel.
+    /// Vectors per row of a panel.
     const VECTORS: usize = WIDTH / LANES;
 
-    /// Rows of a tile: its integer sums take 24 of 32 registers; the f32 sums are added to once a group, and stay in memory.
+    /// Rows per tile. The integer sums take 24 of 32 registers; the f32 sums are updated once per group and stay in memory.
     const ROWS: usize = 6;
 
-    /// How far ahead of a load its weights are prefetched, in bytes: over page boundaries, where the processor does not.
+    /// Prefetch distance in bytes. The hardware prefetcher does not cross page boundaries.
     const AHEAD: usize = 4096;
 
-    /// Some rows by one panel.
+    /// A tile: some rows of the input by one panel of the weight.
     #[derive(Clone, Copy)]
     struct Tile {
-        /// [`QUAD`] inputs of WIDTH outputs at each step.
+        /// Weight codes: each step reads [`QUAD`] inputs of WIDTH outputs.
         weight: *const u8,
         weight_scales: *const f32,
         codes: *const i8,
-        /// Codes between rows.
+        /// Stride of the rows of codes.
         stride: usize,
         scales: *const f32,
         starts: *const i32,
         n_in: usize,
         c: *mut f32,
-        /// Values between rows of `c`.
+        /// Stride of the rows of `c`.
         c_row: usize,
-        /// Columns of `c` that exist.
+        /// Number of valid columns of `c`.
         n_cols: usize,
         /// What the sums begin with, times `keep`.
         from: *const f32,
@@ -174,11 +175,11 @@ mod vnni {
         prefetches: bool,
     }
 
-    /// All columns of a panel for some rows.
+    /// Computes all columns of a panel for some rows.
     ///
     /// # Safety
-    /// `weight` is int8 and has the panel; `x` has the rows and the weight's inputs; `out` has as many rows of the weight's outputs, and no other
-    /// thread touches these columns of them. The processor has AVX-512 with VNNI.
+    /// `weight` is int8 and has the panel; `x` has the rows and the weight's inputs; `out` has as many rows of the weight's outputs, and no
+    /// other thread accesses these columns of them. The processor has AVX-512 with VNNI.
     #[target_feature(enable = "avx512f,avx512vnni")]
     pub(super) unsafe fn panel(weight: &Packed, panel: usize, x: &Int8Rows, rows: Range<usize>, out: &Output<'_>) {
         let (codes, weight_scales) = weight.int8_panel(panel);
@@ -202,10 +203,10 @@ mod vnni {
                 keep,
                 prefetches: row == rows.start,
             };
-            // Equal parts: 7 rows are 4 and 3, not 6 and 1.
+            // Tiles of nearly equal size: 7 rows are 4 and 3, not 6 and 1.
             let left = rows.end - row;
             let n = left.div_ceil(left.div_ceil(ROWS));
-            // SAFETY: tiles cover the rows and the columns that exist once; a panel has WIDTH stored outputs.
+            // SAFETY: tiles cover each row and valid column once; a panel has WIDTH stored outputs.
             unsafe {
                 match n {
                     1 => tile::<1>(&part),
@@ -220,21 +221,21 @@ mod vnni {
         }
     }
 
-    /// M rows by the columns of a panel.
+    /// Computes M rows by the columns of a panel.
     ///
     /// # Safety
-    /// The pointers have M rows as [`Tile`] says.
+    /// The pointers have M rows, as described by [`Tile`].
     #[target_feature(enable = "avx512f,avx512vnni")]
     unsafe fn tile<const M: usize>(tile: &Tile) {
         let Tile { mut weight, weight_scales, codes, stride, scales, starts, n_in, c, c_row, n_cols, .. } = *tile;
         let Tile { from, from_row, keep, prefetches, .. } = *tile;
         let n_groups = n_in.div_ceil(GROUP);
-        // SAFETY: the columns of M rows that exist are there.
+        // SAFETY: the valid columns of M rows exist.
         let mut sums: [[__m512; VECTORS]; M] = unsafe { load_sums(from, from_row, n_cols, keep) };
         for group in 0..n_groups {
             let mut integers = [[_mm512_setzero_si512(); VECTORS]; M];
             for (m, integers) in integers.iter_mut().enumerate() {
-                // SAFETY: row and group are there.
+                // SAFETY: the row and the group exist.
                 *integers = [_mm512_set1_epi32(unsafe { *starts.wrapping_add(m * n_groups + group) }); VECTORS];
             }
             let inputs = group * GROUP..(group * GROUP + GROUP).min(n_in);
@@ -262,7 +263,7 @@ mod vnni {
                 // SAFETY: a panel has WIDTH scales for each group.
                 let of_weight = unsafe { _mm512_loadu_ps(weight_scales.wrapping_add(group * WIDTH + v * LANES)) };
                 for m in 0..M {
-                    // SAFETY: row and group are there.
+                    // SAFETY: the row and the group exist.
                     let of_row = _mm512_set1_ps(unsafe { *scales.wrapping_add(m * n_groups + group) });
                     let product = _mm512_mul_ps(of_weight, of_row);
                     sums[m][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(integers[m][v]), product, sums[m][v]);
@@ -298,7 +299,7 @@ mod tests {
 
     #[test]
     fn products_are_those_of_the_rounded_values_at_every_level() {
-        // Columns beyond a panel, inputs beyond a group and beyond a quad, rows of every tile; the last on several threads.
+        // More columns than a panel, inputs that do not fill a group or a quad, all tile heights; the last size uses several threads.
         for (n_rows, n_out, n_in) in [(1, 64, 64), (2, 70, 150), (3, 5, 3), (13, 130, 257), (140, 200, 96)] {
             let x: Vec<f32> = (0..n_rows * n_in).map(|i| 3.0 * number(i * 31)).collect();
             let stored = weight(n_out, n_in).to_tensor().unwrap();

@@ -46,7 +46,7 @@ impl FrozenWeight {
         Ok(Self { packed: Arc::new(pack(weight, dtype)?), level: SimdLevel::detected() })
     }
 
-    /// The stored values packed in another type.
+    /// Packs the stored values in another type.
     ///
     /// # Errors
     /// A value that is not finite in `dtype`.
@@ -268,7 +268,7 @@ pub fn trained_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
     }
 }
 
-/// `inputs`: x, weight and, where there is one, bias.
+/// `inputs`: x, weight, and optionally the bias.
 fn trained_op<const N: usize>(inputs: [&Tensor; N]) -> Result<Tensor> {
     fn projection<'a>(inputs: &[&'a [f32]], n_in: usize) -> Projection<'a> {
         Projection::Trained { weight: inputs[1], n_in, bias: inputs.get(2).copied() }
@@ -287,7 +287,7 @@ fn trained_op<const N: usize>(inputs: [&Tensor; N]) -> Result<Tensor> {
     )
 }
 
-/// A frozen layer in the graph, where it has no lifetime.
+/// An owned frozen layer, for candle's graph.
 struct FrozenLayer {
     weight: FrozenWeight,
     bias: Option<Vec<f32>>,

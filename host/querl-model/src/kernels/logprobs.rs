@@ -15,8 +15,8 @@ struct TokenLogprobs {
     inverse_temperature: f32,
     /// Sums of each row, saved for the backward pass.
     rows: OnceLock<Vec<Row>>,
-    /// The logits of the last part over the temperature, from which the backward pass starts. For a small vocabulary or few rows that
-    /// is all of them.
+    /// The logits of the last part divided by the temperature, from which the backward pass starts. With a small vocabulary or few rows
+    /// they are all logits.
     last_part: Mutex<Vec<f32>>,
 }
 
@@ -79,7 +79,7 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
     }
 }
 
-/// Logits that are held at a time: 8 MiB stay in the caches.
+/// Number of logits in memory at a time: 8 MiB, which fit into the caches.
 const PART_VALUES: usize = 1 << 21;
 
 /// Number of logits in GPU memory at a time: 128 MiB as f32, and half of that for their gradients. A matrix product of this size is large
@@ -89,8 +89,8 @@ pub const GPU_LOGITS: usize = 1 << 25;
 /// Minimum number of logits of each row at a time: chunks of the vocabulary are multiples of it, so that rows are read in full vectors.
 pub const GPU_LOGITS_PER_ROW: usize = 512;
 
-/// Tokens that are added to a row's sums at once. Parts are multiples of it, so that a row's result does not depend on the number of
-/// rows, which the size of a part does.
+/// Number of tokens that are added to a row's sums at once. The size of a part depends on the number of rows; it is a multiple of this
+/// number, so that a row's result does not.
 const TOKENS_AT_ONCE: usize = 512;
 
 #[derive(Clone, Copy)]
@@ -114,7 +114,7 @@ impl Row {
         (self.sum.ln() - self.weighted / self.sum) as f32
     }
 
-    /// Takes in logits over the temperature.
+    /// Adds logits divided by the temperature.
     fn add(&mut self, logits: &[f32]) {
         for logits in logits.chunks(TOKENS_AT_ONCE) {
             let max = self.max.max(largest(logits));
@@ -169,7 +169,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Logits to their gradients, but for the target's share: `-factor p (grad[0] + grad[1] (ln p + entropy))`.
+    /// Converts logits to their gradients, without the target's share: `-factor p (grad[0] + grad[1] (ln p + entropy))`.
     fn logit_gradients(logits: &mut [f32], log_sum: f32, entropy: f32, grad: [f32; 2], factor: f32) {
         for logit in logits {
             let log_p = *logit - log_sum;
@@ -184,7 +184,7 @@ fn parts(n_rows: usize, n_tokens: usize) -> Vec<Range<usize>> {
 }
 
 impl TokenLogprobs {
-    /// Logits of a part over the temperature, `(N, part)`.
+    /// Logits of a part divided by the temperature, `(N, part)`.
     fn logits(&self, hidden: &[f32], part: WeightView<'_>, level: SimdLevel) -> Result<Vec<f32>> {
         let terms = [Term { left: hidden, weight: part }];
         let mut logits =
@@ -201,7 +201,7 @@ impl TokenLogprobs {
         let mut rows = vec![Row::EMPTY; n_rows];
         let mut logits = Vec::new();
         for part in parts(n_rows, head.n_out) {
-            drop(logits); // one part at a time
+            drop(logits); // frees this part before the next
             logits = self.logits(hidden, head.part(part.clone()), level)?;
             rows.par_iter_mut().zip(logits.par_chunks_exact(part.len())).zip(self.targets.par_iter()).for_each(
                 |((row, logits), &target)| {
@@ -218,10 +218,10 @@ impl TokenLogprobs {
         Ok(out)
     }
 
-    /// Gradient of `hidden`; that of a trained head is written to `dhead`.
+    /// Gradient of `hidden`. The gradient of a trained head is written to `dhead`.
     ///
-    /// With `p` the probabilities, `a` and `b` the gradients of log-probability and entropy `E`:
-    /// `d logit_j = a (1[j = target] - p_j) - b p_j (ln p_j + E)`, over the temperature.
+    /// With `p` the probabilities, `a` and `b` the gradients of log-probability and entropy `E`: `d logit_j = a (1[j = target] - p_j) - b
+    /// p_j (ln p_j + E)`, divided by the temperature.
     fn backward(
         &self,
         hidden: &[f32],

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, bail};
 
-/// A matrix view: `rows` by `cols` with any strides.
+/// A matrix view of shape `(rows, cols)` with arbitrary strides.
 #[derive(Clone, Copy)]
 pub(crate) struct Mat<'a> {
     data: &'a [f32],
@@ -39,8 +39,7 @@ impl<'a> Mat<'a> {
     }
 }
 
-/// `dst = keep * dst + alpha * lhs rhs`, row-major `dst` of `lhs.rows` by `rhs.cols`; on the calling thread,
-/// which is one of many at work.
+/// `dst = keep * dst + alpha * lhs rhs`, row-major `dst` of `lhs.rows` by `rhs.cols`; single-threaded, because the callers are parallel.
 pub(crate) fn matmul(dst: &mut [f32], keep: f32, alpha: f32, lhs: Mat<'_>, rhs: Mat<'_>) -> Result<()> {
     if dst.len() != lhs.rows * rhs.cols {
         bail!("matmul: expected {} x {} values, got {}", lhs.rows, rhs.cols, dst.len());
@@ -48,7 +47,7 @@ pub(crate) fn matmul(dst: &mut [f32], keep: f32, alpha: f32, lhs: Mat<'_>, rhs: 
     matmul_into(dst, rhs.cols, keep, alpha, lhs, rhs)
 }
 
-/// Like [`matmul`], into rows that start `row_stride` values apart; the values between rows stay as they are.
+/// Like [`matmul`], into rows that start `row_stride` values apart; the values between rows are not changed.
 pub(crate) fn matmul_into(
     dst: &mut [f32],
     row_stride: usize,

@@ -42,7 +42,7 @@ pub(crate) fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a
     Ok(&values[start..end])
 }
 
-/// The values of a contiguous f32 tensor of the CPU, borrowed.
+/// The borrowed values of a contiguous f32 tensor on the CPU.
 pub(crate) struct Floats<'a> {
     storage: Box<dyn Deref<Target = Storage> + 'a>,
     layout: &'a Layout,
@@ -62,13 +62,13 @@ impl Deref for Floats<'_> {
 
     fn deref(&self) -> &[f32] {
         match &**self.storage {
-            Storage::Cpu(values) => floats(values, self.layout).unwrap_or_default(), // it was one when it was borrowed
+            Storage::Cpu(values) => floats(values, self.layout).unwrap_or_default(), // checked when it was borrowed
             _ => &[],
         }
     }
 }
 
-/// Calls `f` with the values of a tensor, made contiguous where it is not.
+/// Calls `f` with the values of a tensor, after making it contiguous if necessary.
 pub(crate) fn with_floats<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     let tensor = tensor.contiguous()?;
     let (storage, layout) = tensor.storage_and_layout();
@@ -76,7 +76,7 @@ pub(crate) fn with_floats<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<R
     f(floats(storage, layout)?)
 }
 
-/// An operation of candle's graph on f32 tensors of the CPU, from functions on slices.
+/// An operation of candle's graph on f32 CPU tensors, defined by functions on slices.
 struct SliceOp<const N: usize, F, B> {
     name: &'static str,
     shape: Shape,
@@ -84,7 +84,7 @@ struct SliceOp<const N: usize, F, B> {
     backward: B,
 }
 
-/// Gradient of each of N inputs; `None` where none is needed.
+/// Gradients of N inputs; `None` for inputs that need none.
 pub(crate) type InputGradients<const N: usize> = [Option<Vec<f32>>; N];
 
 /// Applies an operation with up to three contiguous inputs and an output of `shape`. `backward` gets the inputs, and the output with
@@ -181,7 +181,7 @@ fn exp(x: f32) -> f32 {
     mantissa * f32::from_bits((((n as i32) + 127) << 23) as u32)
 }
 
-/// Values of an AVX-512 register: sums run in as many lanes, in the same order on any CPU.
+/// Number of f32 values in an AVX-512 register. Sums have this many lanes on every CPU, so that the order of additions is the same.
 pub(crate) const LANES: usize = 16;
 
 #[inline(always)]
@@ -209,7 +209,7 @@ fn dot3(a: &[f32], b: &[f32], c: &[f32]) -> f32 {
     lanes.iter().sum::<f32>() + a_rest.iter().zip(b_rest).zip(c_rest).map(|((a, b), c)| a * b * c).sum::<f32>()
 }
 
-/// A vector of `len` values that `fill` writes, with what `fill` returns: the memory is not cleared before.
+/// Allocates `len` values without clearing them and lets `fill` write them. Returns the values and the result of `fill`.
 ///
 /// # Safety
 /// `fill` writes every value.
@@ -221,10 +221,10 @@ unsafe fn filled<R>(len: usize, fill: impl FnOnce(&mut [MaybeUninit<f32>]) -> R)
     (values, found)
 }
 
-/// Rows that one parallel task works on: enough to outweigh handing it over.
+/// Rows per parallel task: enough to outweigh the cost of scheduling.
 const ROWS_PER_TASK: usize = 32;
 
-/// The values of as many rows; 1 for empty rows, since chunks must not be empty.
+/// Number of values in that many rows; 1 for empty rows, because chunks must not be empty.
 fn values_per_task(width: usize) -> usize {
     (width * ROWS_PER_TASK).max(1)
 }

@@ -7,7 +7,7 @@ use candle_core::Result;
 use std::borrow::Cow;
 
 /// Parameters of one linear layer.
-#[allow(missing_docs)] // fields
+#[allow(missing_docs)]
 pub enum Projection<'a> {
     /// A frozen weight, optionally with trained LoRA matrices.
     Frozen { weight: &'a FrozenWeight, bias: Option<&'a [f32]>, lora: Option<LoraMatrices<'a>> },
@@ -31,7 +31,7 @@ pub struct LoraMatrices<'a> {
 }
 
 impl LoraMatrices<'_> {
-    /// The input of A for the input `x` of the layer.
+    /// The input of LoRA A for the layer's input `x`.
     fn input<'x>(&self, x: &'x [f32]) -> Cow<'x, [f32]> {
         let Some(mask) = self.dropout else { return Cow::Borrowed(x) };
         let mut dropped = x.to_vec();
@@ -97,7 +97,7 @@ impl<'a> Projection<'a> {
         Ok(result)
     }
 
-    /// Like [`Projection::forward`], with the output added to `base` `(N, out)`.
+    /// Like [`Projection::forward`], but returns `base` `(N, out)` plus the output.
     pub(crate) fn added(&self, x: &[f32], base: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
         let [lora_a_out] = lora_a_out([self], x)?;
         let sum = |start| single(self.level(), Direction::Forward, self.product(x, &lora_a_out, start));
@@ -156,7 +156,7 @@ pub struct Trained<'a> {
 /// `dB = g^T d`.
 pub fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
     let Some(level) = layers.first().map(|trained| trained.layer.level()) else { return Ok(()) };
-    // Transposed: the left matrix of `x` for A, and of `g` for B.
+    // Left matrices of the products `dA = lora_b_grad^T x` and `dB^T = lora_a_out^T g`.
     let transposed = |values: &[f32], width: usize| transpose(level, values, width);
     let lefts: Vec<Option<(Vec<f32>, Vec<f32>)>> = layers
         .iter()
@@ -216,7 +216,7 @@ pub(crate) fn lora_a_out<const N: usize>(layers: [&Projection<'_>; N], x: &[f32]
     of_ranks(layers.map(|layer| (layer, x)), Direction::Forward)
 }
 
-/// The product `(N, rank)` of each layer's inputs with A, or of its output gradients with B, times the scale; empty without LoRA.
+/// The product `(N, rank)` of each layer's inputs and A, or of its output gradients and B, times the scale; empty without LoRA.
 fn of_ranks<const N: usize>(layers: [(&Projection<'_>, &[f32]); N], direction: Direction) -> Result<[Vec<f32>; N]> {
     let lefts = layers.map(|(layer, left)| match (layer.lora(), direction) {
         (Some(lora), Direction::Forward) => lora.input(left),

@@ -140,7 +140,7 @@ pub fn norm_rope(
     )
 }
 
-/// Applies RoPE to one head; `direction` -1 rotates the other way, which is the gradient.
+/// Applies RoPE to one head; `direction` -1 applies the inverse rotation, which is the gradient.
 #[inline(always)]
 fn rope_head(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
     let half = cos.len();
@@ -183,7 +183,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Gradient of [`norm_rope_row`]; `norm` is the weight and the epsilon.
+    /// Gradient of [`norm_rope_row`]. `norm`: the weight and epsilon of the norm.
     fn norm_rope_gradient(
         x: &[f32],
         norm: (&[f32], f32),
@@ -203,14 +203,14 @@ vectorised! {
 }
 
 impl RopeTable {
-    /// Values of a row of `x`: whole heads, the same number for each position.
+    /// Number of values per row of `x`: complete heads, the same number for each position.
     fn row_width(&self, x: &[f32], positions: &[u32]) -> usize {
         let width = x.len() / positions.len().max(1);
         assert!(x.len() == positions.len() * width && width.is_multiple_of(self.head_dim), "whole heads");
         width
     }
 
-    /// RoPE after the norm where there is one; `direction` -1 is the gradient of RoPE alone.
+    /// Applies the norm, if there is one, and then RoPE; `direction` -1 is the gradient of RoPE alone.
     fn rotate(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &[u32], direction: f32) -> Vec<f32> {
         let width = self.row_width(x, positions);
         let task = values_per_task(width);

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 /// SIMD instruction set. All levels give the same results up to rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SimdLevel {
-    /// The build target's instructions.
+    /// Only instructions of the build target.
     Portable,
     /// 256-bit vectors with fused multiply-add.
     Avx2,
@@ -14,7 +14,7 @@ pub(crate) enum SimdLevel {
 }
 
 impl SimdLevel {
-    /// The best level of this CPU; in a test within [`SimdLevel::with`] the one that it names.
+    /// The highest level of this CPU; in a test within [`SimdLevel::with`] the level set there.
     pub(crate) fn detected() -> Self {
         #[cfg(test)]
         if let Some(level) = CHOSEN.get() {
@@ -24,7 +24,7 @@ impl SimdLevel {
         *LEVEL.get_or_init(detect)
     }
 
-    /// All levels of this CPU, the best last: tests run each.
+    /// All levels of this CPU in ascending order, for tests.
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
         let order = [Self::Portable, Self::Avx2, Self::Avx512];
@@ -32,7 +32,7 @@ impl SimdLevel {
         order[..=best].to_vec()
     }
 
-    /// Runs `f` as on a CPU with this level, on threads of its own, so that concurrent tests are not affected.
+    /// Runs `f` as on a CPU with this level, on separate threads, so that concurrent tests are not affected.
     ///
     /// # Panics
     /// The CPU does not have the level.
@@ -70,7 +70,7 @@ fn detect() -> SimdLevel {
     SimdLevel::Portable
 }
 
-/// Multiplication followed by addition, as the instruction set does it.
+/// Multiply-add, fused or not depending on the instruction set.
 pub(crate) trait Arithmetic {
     /// `a * b + c`.
     fn multiply_add(a: f32, b: f32, c: f32) -> f32;
@@ -79,7 +79,7 @@ pub(crate) trait Arithmetic {
 /// Multiplication and addition in one instruction.
 pub(crate) struct Fused;
 
-/// Multiplication and addition in two instructions: without hardware for it, a fused multiply-add is a slow call.
+/// Multiplication and addition in two instructions: without hardware support, a fused multiply-add is a slow function call.
 pub(crate) struct Plain;
 
 impl Arithmetic for Fused {

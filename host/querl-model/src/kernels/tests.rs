@@ -1,5 +1,5 @@
-//! Every operation against the same computation from candle's own operations: values, and the gradient of every tensor that can
-//! be trained; and those gradients against finite differences.
+//! Compares every operation with the same computation composed of candle's operations: values, and the gradient of every trainable tensor.
+//! The gradients are also compared with finite differences.
 
 use super::*;
 use candle_core::{D, DType, Device, Var};
@@ -27,7 +27,7 @@ pub(super) fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// A scalar that every value of `y` enters with another weight.
+/// A scalar that depends on every value of `y` with a different weight.
 fn scalar(y: &Tensor) -> Tensor {
     let weights = numbers((1, y.elem_count()), 99).reshape(y.shape()).unwrap();
     (y * weights).unwrap().sum_all().unwrap()
@@ -40,7 +40,7 @@ fn assert_close(what: &str, found: &[f32], expected: &[f32], tolerance: f32) {
     assert!(worst <= tolerance * size, "{what}: off by {worst}, largest value {size}");
 }
 
-/// Values and gradients of `fused` are those of `composed`, and the gradients agree with finite differences.
+/// Checks that values and gradients of `fused` equal those of `composed`, and that the gradients agree with finite differences.
 fn check(what: &str, vars: &[&Var], fused: &dyn Fn() -> Tensor, composed: &dyn Fn() -> Tensor) {
     assert_close(what, &values(&fused()), &values(&composed()), 1e-5);
     let (found, expected) = (scalar(&fused()).backward().unwrap(), scalar(&composed()).backward().unwrap());
@@ -53,7 +53,7 @@ fn check(what: &str, vars: &[&Var], fused: &dyn Fn() -> Tensor, composed: &dyn F
     }
 }
 
-/// Moves single values and a few of all values at once.
+/// Checks finite differences in the direction of single values and of all values at once.
 fn finite_differences(what: &str, var: &Var, gradient: &[f32], f: &dyn Fn() -> Tensor) {
     let before = var.as_tensor().copy().unwrap();
     let sum = |tensor: Tensor| -> f64 {
@@ -98,7 +98,7 @@ fn the_gated_activation_has_the_gradients_of_its_parts() {
     check("swiglu", &[&gate, &up], &|| swiglu(&gate, &up).unwrap(), &composed);
 }
 
-/// candle's rotary embedding that has gradients, head by head.
+/// candle's differentiable rotary embedding, head by head.
 fn rope_by_candle(x: &Tensor, head_dim: usize, positions: &[u32], theta: f64) -> Tensor {
     let (n_rows, width) = x.dims2().unwrap();
     let half = head_dim / 2;
@@ -131,7 +131,7 @@ fn rope_has_the_gradients_of_its_parts() {
     assert!(rope(&x, &table, &beyond).unwrap_err().to_string().contains("position 11 is beyond the model's 11"));
 }
 
-/// Row counts and sizes that fill blocks and that do not.
+/// Row counts and sizes that are multiples of the block sizes, and others.
 const SHAPES: [(usize, usize, usize); 3] = [(3, 70, 33), (30, 64, 128), (300, 20, 17)];
 
 #[test]
@@ -182,7 +182,7 @@ fn logprobs_by_candle(hidden: &Tensor, head: &Tensor, targets: &[u32], temperatu
 
 #[test]
 fn logprobs_and_entropies_have_the_gradients_of_their_parts() {
-    // The second vocabulary takes more than one part of the sums.
+    // The second vocabulary is larger than one part of the sums.
     for (n_rows, n_tokens) in [(5, 100), (7, 1300)] {
         let (hidden, head) = (var((n_rows, 24), 15), var((n_tokens, 24), 16));
         let targets = Arc::new((0..n_rows).map(|row| (row * 977 % n_tokens) as u32).collect::<Vec<_>>());
@@ -273,7 +273,7 @@ fn exp_agrees_with_the_standard_library() {
     assert!(super::exp(-1e30) < 2e-38);
 }
 
-/// Values and gradients of every operation at each SIMD level of this CPU against the highest one.
+/// Compares values and gradients of every operation at each SIMD level of this CPU with those at the highest.
 mod simd_levels {
     use super::*;
     use rayon::prelude::*;
@@ -314,7 +314,7 @@ mod simd_levels {
         assert_eq!(Some(&SimdLevel::detected()), SimdLevel::all().last());
     }
 
-    /// What has no products but element-wise ones is not fused: it gives the same bits.
+    /// Element-wise operations use no fused multiply-add, so all levels give the same bits.
     #[test]
     fn norms_rope_and_swiglu_are_the_same_at_every_level() {
         let (x, weight, up) = (var((37, 72), 1), row_var(72, 2), var((37, 72), 3));
@@ -344,7 +344,7 @@ mod simd_levels {
         });
         for dtype in [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4]
         {
-            // Packed within the closure: a frozen weight keeps the level that it was packed at.
+            // Packed within the closure, because a frozen weight stores the level at which it was packed.
             let frozen = || FrozenWeight::pack(&head, dtype).unwrap();
             compare(&format!("logprobs of a head in {}", dtype.name()), &[&hidden], 1e-5, &|| {
                 token_logprobs(&hidden, &Weight::Frozen(frozen()), &targets, 0.8).unwrap()

@@ -32,7 +32,7 @@ pub enum RanksError {
 /// One rank of a process group. Clones are the same rank.
 #[derive(Clone, Default)]
 pub struct Ranks {
-    /// `None`: the group has one rank.
+    /// `None` if there is only one rank.
     member: Option<Member>,
 }
 
@@ -217,7 +217,7 @@ impl Ranks {
     }
 }
 
-/// Values that one thread adds at a time.
+/// Number of values per task of an addition.
 const CHUNK: usize = 1 << 15;
 
 /// The process groups of a rank. Neighbours are tensor parallel: of four ranks with `tensor_parallel` 2, ranks 0 and 1 hold one copy

@@ -10,8 +10,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
-/// How long a failed rank waits until communicators are aborted. NCCL's abort has been seen to hang (NVIDIA/nccl issue 1777); the
-/// failure is reported all the same.
+/// Time that a failed rank waits for communicators to be aborted. NCCL's abort may hang (NVIDIA/nccl issue 1777); after this time the
+/// failure is reported without it.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
 
 /// One rank's handle of a communicator between devices. Each method is called for all ranks at the same time, on a thread per rank, since
@@ -25,10 +25,10 @@ pub trait Communicator: Send + Sync {
 
 type Item = Arc<dyn Any + Send + Sync>;
 
-/// All ranks of one job, whatever their process groups.
+/// All ranks of a job, in all process groups.
 pub(super) struct World {
     failure: OnceLock<RanksError>,
-    /// Ranks that have finished without failure: no other rank may wait for them.
+    /// Ranks that have finished without failure. Other ranks must not wait for them.
     finished: Vec<AtomicBool>,
     groups: Mutex<Vec<Weak<ProcessGroup>>>,
     communicators: Mutex<Vec<Arc<dyn Communicator>>>,
@@ -41,7 +41,7 @@ struct Ending {
     changed: Condvar,
 }
 
-/// Counts one communicator until it is dropped, even if its thread could not be started.
+/// Counts a communicator as being ended until the guard is dropped, even if its thread could not be started.
 struct EndingGuard(Arc<Ending>);
 
 impl Drop for EndingGuard {
@@ -63,8 +63,8 @@ impl World {
         })
     }
 
-    /// Makes all pending and later calls of all ranks fail with `failure`. Returns whether it is the first failure, which is the one
-    /// that all ranks receive.
+    /// Makes all pending and later calls of all ranks fail with `failure`. Returns true for the first failure, which is the one that all
+    /// ranks receive.
     pub(super) fn fail(&self, failure: RanksError) -> bool {
         let is_first = self.failure.set(failure).is_ok();
         self.wake();
@@ -72,10 +72,10 @@ impl World {
         is_first
     }
 
-    /// Registers a communicator: it is aborted when a rank fails (at once if one has), and closed when all have finished.
+    /// Registers a communicator. It is aborted when a rank fails (immediately if one has failed), and closed when all ranks have finished.
     pub(super) fn register(&self, communicator: Arc<dyn Communicator>) {
         lock(&self.communicators).push(communicator);
-        // A rank that failed earlier has not seen it.
+        // A rank that failed before the registration did not abort this communicator.
         if self.failure.get().is_some() {
             self.end_communicators(|communicator| communicator.abort());
         }
@@ -87,7 +87,7 @@ impl World {
             *lock(&self.ending.n) += 1;
             (communicator, EndingGuard(self.ending.clone()))
         };
-        // All are counted before the first ends, and before another rank that fails can find the list empty.
+        // Count all communicators before the first one ends, and before another failing rank can find the list empty.
         let mut open = lock(&self.communicators);
         let communicators: Vec<_> = open.drain(..).map(counted).collect();
         drop(open);
@@ -128,7 +128,7 @@ impl World {
 
     fn wake(&self) {
         for group in lock(&self.groups).iter().filter_map(Weak::upgrade) {
-            // Under the lock: a rank that has checked the condition is waiting by now.
+            // Take the lock: a rank that has checked the condition is then waiting for the notification.
             let _state = lock(&group.state);
             group.changed.notify_all();
         }
@@ -282,7 +282,7 @@ pub fn run_ranks<T: Send, E: Send + Display>(
         let rank = failure.rank();
         lock(&failures).push(failure);
         world.fail(RanksError::Failed { rank, message });
-        // What a communicator uses may be in the memory of this thread.
+        // A communicator may use memory that this thread owns.
         world.wait_for_communicators();
     };
     let run = |rank: usize| match catch_unwind(AssertUnwindSafe(|| work(Ranks::of(&group, rank)))) {

@@ -15,14 +15,14 @@ fn within_limits<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -
     }
 }
 
-/// Messages of the failures, in the order in which they happened.
+/// The messages of the failures, in the order in which they occurred.
 fn failed<T: Send + std::fmt::Debug>(n: usize, work: impl Fn(Ranks) -> Result<T, RanksError> + Sync) -> Vec<String> {
     run_ranks(n, work).unwrap_err().iter().map(ToString::to_string).collect()
 }
 
 #[test]
 fn sums_have_the_same_bits_on_every_rank_whichever_comes_first() {
-    // Another order of additions rounds differently.
+    // Values for which another order of additions gives another rounding.
     let value = |rank: usize, i: usize| [1e8f32, -1e8, 0.3][rank] + i as f32 * 1e-3;
     let expected: Vec<u32> = (0..100_000).map(|i| (value(0, i) + value(1, i) + value(2, i)).to_bits()).collect();
     for late in 0..3 {
@@ -137,7 +137,7 @@ fn ranks_share_one_thread_pool() {
     assert_eq!(n_done.into_inner(), 3 * 50 * 64);
 }
 
-/// Ends when those of all ranks are ended.
+/// A communicator whose end waits for those of all ranks.
 struct Joint {
     all_end: Arc<Barrier>,
     n_aborted: Arc<AtomicUsize>,

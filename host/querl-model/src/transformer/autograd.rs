@@ -35,10 +35,10 @@ pub struct LayerPass {
 /// # Errors
 /// Methods fail if the device is out of memory, or if earlier work on it failed.
 pub trait LayerAccelerator: Send + Sync {
-    /// Uploads the RoPE table of a decoder, which all its passes use.
+    /// Uploads the RoPE table of a decoder, which is used in all passes.
     fn upload_rope(&self, rope: &RopeTable) -> Result<DeviceState>;
-    /// Uploads the rows of a pass, which all its layers use; `rope` from [`LayerAccelerator::upload_rope`]. `query_rows`: ascending, `None`
-    /// means all.
+    /// Uploads the row indices of a pass, which are used in all layers; `rope` from [`LayerAccelerator::upload_rope`]. `query_rows`:
+    /// ascending, `None` means all.
     fn upload_rows(
         &self,
         rope: &DeviceState,
@@ -88,13 +88,14 @@ pub(crate) fn forward(
     }
 }
 
-/// Inputs: `x` `(N, H)` and the trained tensors, flattened and joined; or, where gradients are collected, an anchor.
+/// A transformer layer as one operation of candle's graph. Its inputs are `x` `(N, H)` and the trained tensors, flattened and concatenated;
+/// if gradients are collected outside of the graph, `x` and an anchor.
 struct LayerOp<B: TrainingBackend> {
     backend: B,
     layer: TransformerLayer<B>,
     pass: LayerPass,
     saved: SavedActivations<B, B::LogSumExp>,
-    /// Where the gradients of trained tensors are collected, if not in the graph.
+    /// The collection for gradients of trained tensors; `None` if they are part of the graph.
     collected: Option<Recompute>,
     out: Mutex<Option<Storage>>,
     shape: Shape,
@@ -216,7 +217,7 @@ impl CustomOp2 for CheckpointedLayer {
         _anchor: &CpuStorage,
         _anchor_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        // The graph of the inside ends with this function: its memory is free again at the next layer.
+        // The inner graph is dropped at the end of this function, so that its memory is free for the next layer.
         let y = self.forward(&self.input)?;
         let (storage, layout) = y.storage_and_layout();
         let Storage::Cpu(storage) = &*storage else { bail!("a layer ran on another device than its input's") };
@@ -252,7 +253,7 @@ impl CustomOp2 for CheckpointedLayer {
     }
 }
 
-/// A scalar whose backward pass begins with a given gradient.
+/// A scalar whose backward pass starts with a given gradient.
 struct Seed {
     gradient: Tensor,
 }
@@ -296,9 +297,9 @@ impl<'a> Pass<'a> {
 /// What a layer saves for its backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Keep {
-    /// Activations that are expensive to compute again.
+    /// Saves activations that are expensive to recompute.
     Activations,
-    /// Only the layer's input: gradient checkpointing.
+    /// Saves only the layer's input: gradient checkpointing.
     Inputs,
 }
 
@@ -307,7 +308,7 @@ pub enum Keep {
 pub struct Recompute {
     keep: Keep,
     gradients: Arc<Mutex<HashMap<TensorId, Tensor>>>,
-    /// A variable among the inputs of every such layer: candle leaves out operations without one. Made with the first.
+    /// A variable that is an input of every such layer, because candle skips operations without variables. Created by the first layer.
     anchor: Arc<OnceLock<Var>>,
 }
 
@@ -321,12 +322,12 @@ impl Recompute {
         self.keep == Keep::Inputs
     }
 
-    /// The same collection of gradients, for the recomputation inside a checkpointed layer.
+    /// The same collection, for the recomputation inside a checkpointed layer.
     pub(crate) fn inside(&self) -> Self {
         Self { keep: Keep::Activations, ..self.clone() }
     }
 
-    /// An input of an operation that must not be left out.
+    /// A variable as input of an operation that candle must not skip.
     pub(crate) fn anchor(&self, device: &Device) -> Result<Tensor> {
         let anchor = match self.anchor.get() {
             Some(anchor) => anchor,
@@ -339,7 +340,7 @@ impl Recompute {
     }
 
     fn gradients(&self) -> MutexGuard<'_, HashMap<TensorId, Tensor>> {
-        // A panic elsewhere leaves sums that are whole: each entry is replaced at once.
+        // A panic in another thread leaves consistent sums, because each entry is replaced at once.
         self.gradients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -360,7 +361,7 @@ impl Recompute {
 /// A tensor operation fails.
 pub fn backward(loss: &Tensor, recompute: Option<&Recompute>) -> std::result::Result<GradStore, ModelError> {
     if let Some(recompute) = recompute {
-        recompute.gradients().clear(); // left over where an earlier backward pass failed
+        recompute.gradients().clear(); // may contain gradients of a backward pass that failed
     }
     let mut gradients = loss.backward()?;
     let collected = recompute.map(|recompute| std::mem::take(&mut *recompute.gradients())).unwrap_or_default();

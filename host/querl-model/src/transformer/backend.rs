@@ -204,7 +204,7 @@ pub trait TrainingBackend:
         width: usize,
         query_rows: Option<&QueryRows>,
     ) -> Result<MaybeBorrowed<'a, Self::Activations>>;
-    /// Adds `part`, which has the query rows alone, to those rows of `sum`.
+    /// Adds `part`, which contains only the query rows, to those rows of `sum`.
     fn add_query_rows(
         &self,
         sum: &mut Self::Residual,
@@ -213,7 +213,7 @@ pub trait TrainingBackend:
         query_rows: Option<&QueryRows>,
     ) -> Result<()>;
 
-    /// Gradients of `x`, to which `residual_grad` is added where there is one, and of the norm's weight where that is trained.
+    /// Gradient of `x`, plus `residual_grad` if given, and gradient of the norm's weight if it is trained.
     fn rms_norm_backward(
         &self,
         x: &Self::ResidualSlice,
@@ -223,8 +223,8 @@ pub trait TrainingBackend:
         residual_grad: Option<&Self::ResidualSlice>,
     ) -> Result<(Self::Residual, Option<Self::Residual>)>;
 
-    /// Gradient of each linear layer's LoRA A output: `scale * g B` for the gradient `g` of the layer's output; all other gradients need
-    /// it.
+    /// Gradient of each linear layer's LoRA A output: `scale * g B` for the gradient `g` of the layer's output; all other gradients depend
+    /// on it.
     fn lora_b_backward<const N: usize>(
         &self,
         layers: [(&LoraLinear<Self::LinearState>, &Self::ActivationSlice); N],
@@ -273,7 +273,7 @@ pub trait TrainingBackend:
         grad: &Self::ActivationSlice,
     ) -> Result<[Self::Activations; 3]>;
 
-    /// The output of [`LayerBackend::swiglu`] again, and the gradients of gate and up.
+    /// Recomputes the output of [`LayerBackend::swiglu`], and computes the gradients of gate and up.
     fn swiglu_backward(
         &self,
         gate: &Self::ActivationSlice,

@@ -144,7 +144,7 @@ mod tests {
         assert!(worst <= tolerance * scale, "{what}: off by {worst}, largest value {scale}");
     }
 
-    /// Every kind of layer: frozen and trained bases, LoRA and DoRA, with and without dropout, all rows and the last layer's.
+    /// Covers frozen and trained bases, LoRA and DoRA, with and without dropout, all rows and the query rows of the last layer.
     #[test]
     fn the_layer_agrees_with_the_composed_one_in_values_and_gradients() {
         let kinds = [
@@ -155,7 +155,7 @@ mod tests {
             (Weights::Frozen, Adapter::Dora, None),
             (Weights::Frozen, Adapter::Dora, Some(0.3)),
         ];
-        // Gradients of sums over few keys cancel more: 1.14e-5 was measured with windows.
+        // With windows the gradients are sums over few keys, with more cancellation: 1.14e-5 was measured.
         for (name, tolerance) in [("qwen2-untied", 1e-5), ("qwen3-bias", 1e-5), ("window-qwen2", 2e-5)] {
             for (weights, adapter, dropout) in kinds {
                 for query_rows in [None, Some([1, 3, 6].as_slice())] {
@@ -197,7 +197,7 @@ mod tests {
     /// Scale of the adapter in [`lora`].
     const SCALE: f32 = 1.5;
 
-    /// Output of LoRA with dropout on a weight of zeros, and for it as its own gradient those of `x`, A and B.
+    /// Output of LoRA with dropout on a weight of zeros; and, with the output as its own gradient, the gradients of `x`, A and B.
     fn lora(x: &Tensor, a: &Tensor, b: &Tensor, mask: &DropoutMask) -> [Vec<f32>; 4] {
         let ((n_in, rank), n_out) = ((x.dim(1).unwrap(), a.dim(0).unwrap()), b.dim(0).unwrap());
         let zeros = Tensor::zeros((n_out, n_in), DType::F32, &Device::Cpu).unwrap();

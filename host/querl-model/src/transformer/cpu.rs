@@ -19,15 +19,15 @@ pub(crate) struct Cpu;
 
 #[derive(Default)]
 pub(crate) struct LinearGradients {
-    /// With DoRA those for the scaled gradient.
+    /// Gradients of the product's parameters; with DoRA computed from the scaled gradient.
     product: ParameterGradients,
-    /// DoRA: the gradient of the output times the factor.
+    /// DoRA: the output's gradient times the factor.
     scaled: Option<Vec<f32>>,
     magnitude: Option<Vec<f32>>,
 }
 
 impl LinearGradients {
-    /// The gradient of the product without DoRA's factor, for that of the output.
+    /// The gradient of the product without DoRA's factor, given the gradient of the output.
     fn product_grad<'a>(&'a self, grad: &'a [f32]) -> &'a [f32] {
         self.scaled.as_deref().unwrap_or(grad)
     }
@@ -81,7 +81,7 @@ impl<'a> Open<'a> {
         }
     }
 
-    /// DoRA's part, where the layer has one: the frozen weight, the adapter and the magnitude.
+    /// DoRA, if the layer uses it: the frozen weight, the adapter and the magnitude.
     fn dora(&self) -> Option<Dora<'_>> {
         let (OpenWeight::Frozen(weight), Some(lora)) = (&self.weight, &self.lora) else { return None };
         let magnitude = lora.magnitude.as_ref()?;
@@ -138,7 +138,7 @@ impl Dora<'_> {
         Projection::Frozen { weight: self.weight, bias: None, lora: Some(self.lora.matrices()) }
     }
 
-    /// The change of the weight alone: `lora_a_out B^T`.
+    /// The output of LoRA alone: `lora_a_out B^T`.
     fn lora_out(&self, lora_a_out: &[f32]) -> Result<Vec<f32>> {
         let b = Projection::Trained { weight: &self.lora.b, n_in: self.lora.rank, bias: None };
         Ok(b.forward(lora_a_out)?.0)
@@ -174,7 +174,7 @@ impl Dora<'_> {
         Ok((y, lora_a_out))
     }
 
-    /// What the factor multiplies: `(N, out)`.
+    /// The output before multiplication by the factor, `(N, out)`.
     fn unscaled(&self, x: &[f32], lora_a_out: &[f32]) -> Result<Vec<f32>> {
         let Some(mask) = &self.lora.dropout else { return Ok(self.changed().forward(x)?.0) };
         let (mut y, _) = self.base(None).forward(&self.dropped(mask, x))?;
@@ -202,7 +202,7 @@ impl Dora<'_> {
     }
 }
 
-/// Calls `f` with every value and that of `columns` in its column.
+/// Calls `f` with every value and the element of `columns` for its column.
 fn each_row(values: &mut [f32], columns: &[f32], f: impl Fn(&mut f32, f32) + Sync) {
     let rows = values.par_chunks_mut(columns.len().max(1)).with_min_len(16);
     rows.for_each(|row| row.iter_mut().zip(columns).for_each(|(value, column)| f(value, *column)));
@@ -290,7 +290,7 @@ impl LayerBackend for Cpu {
     }
 }
 
-/// Outputs of several linear layers with the same input, and those of their LoRA A.
+/// Outputs and LoRA A outputs of several linear layers with the same input.
 fn project<const N: usize>(linears: [&LoraLinear<()>; N], x: &[f32]) -> Result<[(Vec<f32>, Vec<f32>); N]> {
     let open = opened(linears)?;
     if open.iter().all(|linear| linear.dora().is_none()) {
@@ -430,7 +430,8 @@ impl TrainingBackend for Cpu {
             .zip(layers)
             .map(|(layer, (_, grad, gradients))| (layer, gradients.product_grad(grad), &gradients.product));
         let mut dx = input_backward_sum(&with_gradients.collect::<Vec<_>>())?;
-        // DoRA with dropout: the product with the weight alone sees `g` for all inputs and `(f - 1) g` for dropped ones.
+        // DoRA with dropout: in the product with the weight alone, the gradient is `g` for all inputs, plus `(f - 1) g` for the inputs
+        // after dropout.
         for (open, (_, grad, gradients)) in open.iter().zip(layers) {
             let (Some(dora), Some(scaled)) = (open.dora(), &gradients.scaled) else { continue };
             let Some(mask) = &dora.lora.dropout else { continue };

@@ -97,7 +97,7 @@ pub struct SavedActivations<B: LayerBackend, S> {
     residual: B::Residual,
     gate: B::Activations,
     up: B::Activations,
-    /// Of each linear layer `(N, rank)`.
+    /// LoRA A outputs `(N, rank)` of the linear layers.
     lora_a_out: [B::LoraAOut; 7], // q, k, v, o, gate, up, down
 }
 
@@ -142,7 +142,7 @@ impl<B: LayerBackend> TransformerLayer<B> {
     }
 }
 
-/// `residual` plus the output of a linear layer that is split by its inputs: the outputs of all ranks, and the residual once.
+/// `residual` plus the output of a row-parallel linear layer: outputs are summed over ranks, the residual is added once.
 fn add_output<B: LayerBackend>(
     backend: &B,
     context: &LayerContext,
@@ -173,7 +173,7 @@ pub struct LayerInput<'a, B: TrainingBackend> {
     pub needs_gradient: bool,
 }
 
-/// Gradients of the input, where it is needed, and of a layer's tensors in the order of [`TransformerLayer::tensors`].
+/// Gradient of the input, if needed, and gradients of the layer's tensors in the order of [`TransformerLayer::tensors`].
 pub(crate) type LayerGradients<B> = (Option<<B as LayerBackend>::Residual>, Vec<Option<<B as LayerBackend>::Residual>>);
 
 type Saved<B> = SavedActivations<B, <B as TrainingBackend>::LogSumExp>;
@@ -333,7 +333,7 @@ impl<B: TrainingBackend> TransformerLayer<B> {
         backend.rms_norm_backward(&saved.residual, &self.post_attention_norm, context.eps, &dnormed, Some(grad))
     }
 
-    /// Gradients for the gradient `grad` of the residual after attention.
+    /// Gradients of the attention block, given the gradient `grad` of the residual after attention.
     fn attention_backward(
         &self,
         backend: &B,
@@ -364,11 +364,11 @@ impl<B: TrainingBackend> TransformerLayer<B> {
         Ok(([dq, dk, dv], [dq_norm, dk_norm]))
     }
 
-    /// Gradients of a linear layer's tensors. Of A and B the one that is whole on every rank gets the sum over ranks.
+    /// Gradients of a linear layer's tensors. Of A and B, the gradient of the matrix that is replicated on every rank is summed over ranks.
     ///
-    /// With `g` the gradient of the outputs, `dA = (s g B)^T x` and `dB = g^T (s x A^T)`. Split by outputs, each rank has some
-    /// columns of `g` and rows of `B`, so that its `s g B` is one summand; split by inputs, its `s x A^T` is. The other matrix is
-    /// split, and its part of the gradient is complete.
+    /// With `g` the gradient of the outputs, `dA = (s g B)^T x` and `dB = g^T (s x A^T)`. In a column-parallel layer each rank has some
+    /// columns of `g` and rows of `B`, so its `s g B` is a partial sum; in a row-parallel layer its `s x A^T` is. The other matrix is
+    /// sharded, and the gradient of its shard is complete.
     fn linear_gradients(
         &self,
         backend: &B,

@@ -1,4 +1,4 @@
-//! Adapters: fresh ones, dropout in a whole pass, and what is refused.
+//! Adapters: initialisation, dropout in a forward pass, and refused files.
 
 use crate::{golden, json};
 use candle_core::{DType, Tensor};
@@ -63,7 +63,7 @@ fn dropout_does_not_depend_on_how_rows_are_packed() {
         let apart: Vec<Vec<f32>> =
             SEQUENCES.iter().rev().map(|one| hidden(&decoder, &[one], &pass)).rev().flatten().collect();
         assert!(worst(&together, &apart) < 1e-5, "{}", worst(&together, &apart));
-        // The rows that two sequences begin with are masked alike: they can be computed once.
+        // Rows of a shared prefix have the same dropout mask, so that they can be computed once.
         assert!(worst(&together[..5], &together[5..10]) < 1e-5);
         assert!(worst(&together, &hidden(&decoder, &SEQUENCES, &Pass::with(Some(&adapter)))) > 1e-2);
         let other = Pass { dropout: Some(Dropout { p: 0.3, seed: 12 }), ..pass };
@@ -153,7 +153,7 @@ fn targets_that_are_no_layers_are_named() {
     assert!(refusal(Modules::Pattern("(".into())).contains("`(` is not a regular expression"));
 }
 
-/// A golden adapter with changes: to its configuration, and to its tensors.
+/// Changes the configuration and the tensors of a golden adapter; returns the error.
 fn refusal_of(
     name: &str,
     base: &str,
@@ -205,7 +205,7 @@ fn an_adapter_of_another_model_is_refused_in_one_sentence() {
     assert!(refusal_of("qwen3-tied", "qwen3-tied", none, missing).contains("which `adapter_config.json` requires"));
 }
 
-/// Symptom: `NaN`, which Python writes, was refused in the words of the JSON parser.
+/// Symptom: `NaN`, which Python writes, was refused with the JSON parser's message.
 #[test]
 fn a_setting_that_is_no_number_is_named_with_its_line() {
     let (from, folder) = (golden("lora/qwen3-tied"), tempfile::tempdir().unwrap());

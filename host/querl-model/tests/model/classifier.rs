@@ -172,7 +172,7 @@ fn a_folder_that_was_written_before_is_read_as_what_was_written_last() {
     assert!(error.contains("the model that is trained stands there"), "{error}");
 }
 
-/// A view that kept activations would need as much memory to be asked as to be trained.
+/// Saving activations would take as much memory in inference as in training.
 #[test]
 fn a_view_without_gradient_records_none_and_follows_training() {
     let trained = fresh(&golden("decoders/qwen2-untied"), &Tuning::Full);
@@ -185,7 +185,7 @@ fn a_view_without_gradient_records_none_and_follows_training() {
     for var in trained.vars().values() {
         var.set(&(var.as_tensor() * 1.5).unwrap()).unwrap();
     }
-    // Layers that record nothing are computed in one piece: the same but for rounding.
+    // Layers without recorded operations run as one operation: the results differ by rounding only.
     let found = |classifier: &Classifier| {
         let rows = classifier.logits(&views, &pass).unwrap().to_vec2::<f32>().unwrap();
         rows.into_iter().map(|row| row.into_iter().map(f64::from).collect()).collect::<Vec<Vec<f64>>>()
@@ -205,11 +205,11 @@ fn of_a_long_dialogue_question_and_answer_are_kept() {
     let found = cut.encode(&format!("{question}{answer}")).unwrap();
     assert_eq!(found.ids, [&of_question[..5], &of_answer[..15]].concat());
     assert_eq!(found.n_left_out, ids(&format!("{question}{answer}")).len() - 20);
-    // A short answer leaves the question more than its quarter.
+    // With a short answer the question keeps more than a quarter of the tokens.
     let short = ids("\n回答：好");
     let found = cut.encode(&format!("{question}\n回答：好")).unwrap();
     assert_eq!(found.ids, [&of_question[..20 - short.len()], &short].concat());
-    // A text that is no dialogue loses its end, and so does a dialogue with no room for both.
+    // A text that is not a dialogue is truncated at its end, and so is a dialogue without room for question and answer.
     let plain = "今天天气很好".repeat(9);
     assert_eq!(cut.encode(&plain).unwrap().ids, ids(&plain)[..20]);
     let tight = ClassifierTokenizer::load(&folder, 7).unwrap();
@@ -324,7 +324,7 @@ fn until_idle(batcher: &Batcher) {
     }
 }
 
-/// Requests and texts of each batch.
+/// Number of requests and of texts of each batch.
 type Batches = Arc<Mutex<Vec<(usize, usize)>>>;
 
 fn with_batches(max_texts: usize) -> (Batcher, Batches) {
@@ -337,7 +337,7 @@ fn with_batches(max_texts: usize) -> (Batcher, Batches) {
     (batcher, done)
 }
 
-/// Regression: a server that works off what its clients gave up long ago, and so is late for those who still wait.
+/// Regression: the server classified texts that their clients had given up, and delayed those of clients that still waited.
 #[test]
 fn a_text_without_a_waiting_client_is_skipped() {
     let (batcher, done) = with_batches(8);

@@ -1,4 +1,4 @@
-//! Control tokens in texts are text, as with transformers' `split_special_tokens=True` (`tests/reference/control_tokens.py`).
+//! Control tokens in texts are encoded as text, as with transformers' `split_special_tokens=True` (`tests/reference/control_tokens.py`).
 
 use crate::{golden, json};
 use querl_core::records::Message;
@@ -11,7 +11,7 @@ fn example() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-qwen3"))
 }
 
-/// The tokenizer of the example with another chat template.
+/// The example's tokenizer with another chat template.
 fn tokenizer(template: &str) -> TextTokenizer {
     let folder = tempfile::tempdir().unwrap();
     for file in ["tokenizer.json", "tokenizer_config.json"] {
@@ -44,7 +44,7 @@ fn texts_have_the_ids_of_split_special_tokens() {
     }
 }
 
-/// Regression: a query could end its turn and begin one of the system.
+/// Regression: a query could end its own turn and begin a system turn.
 #[test]
 fn messages_add_no_control_tokens_to_a_prompt() {
     let golden = json(&golden("control_tokens.json"));
@@ -128,7 +128,7 @@ fn plain_tokens_that_end_or_delimit_turns_are_control_tokens_and_those_of_thinki
     assert_eq!((count(&found, 1), count(&found, 2), count(&found, think)), (2, 1, 2));
     let found = tokenizer.encode_response(text).unwrap();
     assert_eq!((count(&found, 1), count(&found, 2), count(&found, think)), (0, 1, 1));
-    // Without control tokens in it, a prompt is that of the rendered text.
+    // A prompt without control tokens in its messages equals the rendered text.
     let rendered = "<|im_start|>user\n<think></think><think>好<|im_end|>\n<|im_start|>assistant\n";
     let found = tokenizer.encode_prompt(&messages("<think>好")).unwrap();
     assert_eq!(found, tokenizer.encode_rendered(rendered).unwrap());

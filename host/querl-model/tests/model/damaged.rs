@@ -1,4 +1,4 @@
-//! Weights with NaN or Inf and damaged files are refused, with the file and the tensor.
+//! Weights with NaN or Inf and damaged files are refused with the name of the file and the tensor.
 
 use crate::{golden, json, model_with_tokenizer};
 use candle_core::{DType, Tensor};
@@ -75,7 +75,7 @@ fn nan_in_a_classifier_is_named_in_safetensors_and_in_pickled_weights() {
         if name == "qwen2" {
             damage(&path, f32::NAN, DType::F32);
         } else {
-            // In the middle of the file are values, on addresses that are multiples of 64.
+            // The middle of the file contains tensor values, at addresses that are multiples of 64.
             let (mut bytes, middle) = (whole.clone(), whole.len() / 128 * 64);
             bytes[middle..middle + 4].copy_from_slice(&f32::NAN.to_le_bytes());
             std::fs::write(&path, bytes).unwrap();
@@ -88,7 +88,7 @@ fn nan_in_a_classifier_is_named_in_safetensors_and_in_pickled_weights() {
     }
 }
 
-/// A model in several files; the name of the one that holds [`TENSOR`].
+/// A sharded model, and the name of the shard with [`TENSOR`].
 fn in_shards() -> (tempfile::TempDir, String) {
     let (whole, folder) = (model_with_tokenizer("qwen2-untied"), tempfile::tempdir().unwrap());
     export_model(whole.path(), None, folder.path(), &ExportSettings { max_shard_bytes: 18_000, ..SETTINGS }).unwrap();

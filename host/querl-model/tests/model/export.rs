@@ -1,4 +1,4 @@
-//! Written models: merged ones give the logits of base and adapter, and a folder is complete.
+//! Exported models: merged weights give the logits of base plus adapter, and a folder is complete.
 
 use crate::{golden, json, model_with_tokenizer as model};
 use candle_core::{DType, Tensor};

@@ -21,7 +21,7 @@ fn requests() -> Vec<GenerationRequest<'static>> {
     PROMPTS.iter().enumerate().map(|(i, prompt)| GenerationRequest { prompt, seed: i as u64, n: 1 }).collect()
 }
 
-/// The first has one answer, the next two, up to four.
+/// Requests for 1 response, 2 responses, and so on up to 4.
 fn many(prompts: &[Vec<u32>]) -> Vec<GenerationRequest<'_>> {
     prompts.iter().enumerate().map(|(i, prompt)| GenerationRequest { prompt, seed: i as u64, n: 1 + i % 4 }).collect()
 }
@@ -34,7 +34,7 @@ fn engine(decoder: &Decoder, max_sequences: usize) -> Engine<'_> {
     Engine::new(decoder, EngineSettings { max_sequences, ..EngineSettings::default() }).unwrap()
 }
 
-/// The training pass's log-probabilities of an answer.
+/// Log-probabilities of a response in the training pass.
 fn trained_logprobs(
     decoder: &Decoder,
     adapter: Option<&LoraAdapter>,
@@ -87,7 +87,7 @@ fn sampled_logprobs_are_those_of_the_training_pass_for_every_kind_of_adapter() {
             generate(&decoder, Some(&adapter), &requests(), Decoding::Sample, &sampling, &BTreeSet::new()).unwrap();
         for (prompt, answer) in PROMPTS.iter().zip(&answers) {
             let expected = trained_logprobs(&decoder, Some(&adapter), prompt, answer, temperature);
-            // Rounding differs between the two; these random adapters spread the logits over tens of nats.
+            // Rounding differs between the two passes, and the logits of these random adapters spread over tens of nats.
             let worst = answer.logprobs.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
             assert!(worst < 1e-4, "{name}: off by {worst}");
             assert!(answer.behaviour_logprobs.iter().all(|logprob| *logprob <= 0.0), "{name}");
@@ -191,7 +191,7 @@ fn generate_steps(
     engine.generate_until(requests, started, decoding, sampling, &BTreeSet::from([1, 2, 40]), &mut stop).unwrap()
 }
 
-/// Regression: a rollout that was interrupted sooner than its generation took began again each time.
+/// Regression: a rollout that was interrupted repeatedly started from the beginning each time and never finished.
 #[test]
 fn stopped_responses_are_continued_with_equal_bits_by_the_same_and_by_another_engine() {
     let decoder = decoder();
@@ -251,7 +251,7 @@ fn memory_is_bounded_by_the_answers_in_progress() {
     }
     let memory = engine.cache_memory();
     let longest = prompts.iter().map(Vec::len).max().unwrap() + 30;
-    // Each answer in progress with its prompt's copy, and the prefixes that are kept or being made: at most two here.
+    // Each running response with a copy of its prompt, and the prefixes that are cached or being computed: at most two here.
     let bound = (max_sequences * (longest.div_ceil(16) + 1) + 2 * 25usize.div_ceil(16)) * memory.block_bytes;
     assert!(memory.peak_bytes <= bound, "{} of {bound} bytes", memory.peak_bytes);
     assert!(memory.live_bytes <= 25usize.div_ceil(16) * memory.block_bytes, "{} bytes", memory.live_bytes);
@@ -299,7 +299,7 @@ fn a_stop_token_ends_an_answer_and_is_part_of_it() {
     assert!(answers[0].token_ids.len() >= 6 && !answers[0].token_ids[..6 - 1].contains(&stop));
 }
 
-/// Token 10 reads `k`, 11 reads `l`, and so on; one token is half of a letter.
+/// A tokenizer: token 10 is `k`, 11 is `l`, and so on; one token is half of a UTF-8 character.
 struct Letters(BTreeSet<u32>);
 
 impl TokenText for Letters {

@@ -1,5 +1,5 @@
-//! GGUF files read back with candle's reader: metadata, weights and tokenizer, and what llama.cpp cannot represent. `tests/serve/gguf.py`
-//! compares tokens with llama.cpp itself.
+//! GGUF files read back with candle's reader: metadata, weights and tokenizer, and refusal of models that llama.cpp cannot represent.
+//! `tests/serve/gguf.py` compares tokens with llama.cpp itself.
 
 use crate::{golden, json, values};
 use candle_core::Device;
@@ -8,7 +8,7 @@ use querl_model::{DecoderConfig, GgufDtype, LoraAdapter, export_gguf, load_tenso
 use std::fs::File;
 use std::path::Path;
 
-/// A golden checkpoint with a tokenizer of as few tokens as it has. Bytes alone would take 256: they are those of the text.
+/// A golden checkpoint with a tokenizer that fits its small vocabulary. All 256 bytes would not fit: the tokens are the bytes of the text.
 fn model(name: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for file in ["config.json", "model.safetensors"] {
@@ -103,7 +103,7 @@ fn metadata_say_what_llama_cpp_reads() {
     assert_eq!((texts.len(), types.len()), (64, 64), "as many as the embedding has rows");
     assert_eq!((texts[1].as_str(), types[1]), ("<|im_end|>", 3));
     assert_eq!((texts[2].as_str(), types[2]), ("a", 1));
-    // Spaces that llama.cpp would divide are separated before all others.
+    // Runs of spaces that llama.cpp would split are marked as user-defined tokens.
     assert_eq!((texts[32].as_str(), types[32]), ("  ", 4));
     assert_eq!((texts[63].as_str(), types[63]), ("[PAD63]", 5));
     let merges = list("tokenizer.ggml.merges");
@@ -139,7 +139,7 @@ fn weights_are_those_of_the_merged_model() {
     assert_ne!(found, exact);
 }
 
-/// RoPE of llama.cpp turns neighbouring dimensions.
+/// llama.cpp's RoPE rotates adjacent dimensions.
 #[test]
 fn queries_and_keys_of_llama_are_interleaved_and_other_rows_are_not() {
     let folder = model("llama-bias");
@@ -193,7 +193,7 @@ fn what_llama_cpp_cannot_represent_is_refused() {
     let normalizer = refused(folder.path());
     assert!(normalizer.contains("tokenizer.json: its normalizer is \"Lowercase\""), "{normalizer}");
     let folder = model("qwen3-tied");
-    // Letters one by one: "ab" is never merged.
+    // Splits every letter, so that "ab" is never merged.
     change(folder.path(), "tokenizer.json", |file| {
         file["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{L}|\s+".into();
     });

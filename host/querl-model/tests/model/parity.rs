@@ -1,5 +1,5 @@
-//! Logits and gradients against transformers and PEFT, on tiny random checkpoints made by `tests/reference/decoders.py` and
-//! `tests/reference/lora.py`; storage types; chat templates against `apply_chat_template` (`tests/reference/template.py`).
+//! Compares logits and gradients with transformers and PEFT, on tiny random checkpoints made by `tests/reference/decoders.py` and
+//! `tests/reference/lora.py`; storage types; chat templates with `apply_chat_template` (`tests/reference/template.py`).
 //!
 //! ```python
 //! out = model(input_ids, attention_mask=attention_mask)
@@ -29,7 +29,7 @@ fn sequences(golden: &HashMap<String, Tensor>) -> Vec<Vec<u32>> {
         .collect()
 }
 
-/// Compares to within the tolerance, relative to the largest expected value where that is above 1.
+/// Compares within the tolerance, which is relative to the largest expected value if that is above 1.
 fn assert_close(what: &str, found: &[f32], expected: &[f32]) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let scale = expected.iter().fold(1f32, |max, x| max.max(x.abs()));
@@ -84,7 +84,7 @@ const DECODERS: &str = "\
     qwen2-tied qwen2-untied qwen3-tied qwen3-untied qwen3-bias llama-bias llama3-scaled mistral yarn-scaling \
     yarn-parameters yarn-attention-factor linear dynamic window-mistral window-qwen2 window-qwen3";
 
-/// Of one row of 4,096 tokens.
+/// Golden checkpoints with a sequence of 4,096 tokens.
 const LONG: [&str; 5] = ["long-yarn", "long-linear", "long-dynamic", "long-window-mistral", "long-window-qwen3"];
 
 #[test]
@@ -99,7 +99,7 @@ fn decoders_agree_with_transformers_in_logits_and_gradients() {
     }
 }
 
-/// Log-probabilities of the next token at some positions of 4,096 tokens, and the decoder's own.
+/// Expected log-probabilities of the next token at some positions of 4,096 tokens, and the decoder's.
 fn long_logprobs(name: &str, directory: &Path) -> (Vec<f32>, Vec<f32>) {
     let golden = load_tensors(&golden(&format!("decoders/{name}/golden.safetensors"))).unwrap();
     let ids: Vec<u32> = golden["input_ids"].to_vec1::<u8>().unwrap().into_iter().map(u32::from).collect();
@@ -121,7 +121,7 @@ fn scaled_rope_and_sliding_windows_agree_with_transformers_to_4096_tokens() {
         let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
         assert!(worst < 5e-5, "{name}: off by {worst}");
     }
-    // The goldens notice when a setting is left out.
+    // The expected values depend on each setting: without it the comparison fails.
     let without = [
         ("long-yarn", "\"type\": \"yarn\"", "\"type\": \"linear\", \"original_max_position_embeddings\": null"),
         ("long-linear", "\"factor\": 4.0", "\"factor\": 3.5"),
@@ -148,7 +148,7 @@ fn no_rows_have_no_hidden_states() {
         assert_eq!(decoder.hidden_states(&empty, None).unwrap().dims(), [0, width]);
         assert_eq!(decoder.hidden_at(&empty, &[], &Pass::default()).unwrap().dims(), [0, width]);
         assert!(decoder.hidden_at(&empty, &[0], &Pass::default()).is_err());
-        // As many rows as the batch has, but not its own.
+        // The right number of rows, but other row indices.
         let error = decoder.hidden_at(&batch, &[0, 1, 3], &Pass::default()).unwrap_err();
         assert!(error.to_string().contains("there is no row 3 among 3"), "{error}");
     }
@@ -173,7 +173,7 @@ fn with_config(name: &str, old: &str, new: &str) -> tempfile::TempDir {
     folder
 }
 
-/// They are named before anything is computed.
+/// Tensors are checked before the forward pass.
 #[test]
 fn tensors_without_a_place_or_of_another_shape_are_refused() {
     let refused = |name: &str, old: &str, new: &str| {
@@ -185,7 +185,7 @@ fn tensors_without_a_place_or_of_another_shape_are_refused() {
     assert!(error.contains("_proj.weight` has shape [") && error.contains("config.json makes it ["), "{error}");
 }
 
-/// What a golden's configuration with some keys changed is refused with.
+/// The error for a golden configuration with some keys changed.
 fn refusal(name: &str, changes: &Value) -> Option<String> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.json");
@@ -197,7 +197,7 @@ fn refusal(name: &str, changes: &Value) -> Option<String> {
     Some(message)
 }
 
-/// Each line: a golden, changes of its configuration, and a part of the message that refuses it.
+/// Each line: name of a golden checkpoint, changed keys of its configuration, and a part of the error message.
 fn assert_refused(cases: &str) {
     for case in cases.trim().lines() {
         let [name, changes, expected] = case.split(" | ").collect::<Vec<_>>()[..] else { panic!("{case}") };
@@ -288,7 +288,7 @@ qwen2-tied | {"rope_parameters": {"full_attention": {"factor": 2}, "sliding_atte
     let load = |name: &str| DecoderConfig::load(&golden(&format!("decoders/{name}/config.json"))).unwrap();
     let Some(RopeScaling::Yarn(yarn)) = load("yarn-scaling").rope_scaling else { panic!("no YaRN") };
     assert_eq!((yarn.factor, yarn.original_max_position_embeddings, yarn.truncate), (4.0, 16, true));
-    // As in vLLM: pretraining's positions times the factor where that is more than `max_position_embeddings`.
+    // As in vLLM: the positions in pretraining times the factor, if that is more than `max_position_embeddings`.
     let folder = with_config("yarn-scaling", "\"max_position_embeddings\": 64", "\"max_position_embeddings\": 16");
     assert_eq!(DecoderConfig::load(&folder.path().join("config.json")).unwrap().max_positions, 64);
     assert_eq!(load("linear").max_positions, 160, "64 times the factor 2.5");
@@ -324,7 +324,7 @@ fn sliding_windows_are_those_of_each_layer_in_transformers() {
     assert_eq!(windows("window-qwen2", &json!({})), [None, Some(4)]);
     assert_eq!(windows("window-qwen3", &json!({})), [Some(6), None]);
     assert_eq!(windows("window-qwen2", &json!({"max_window_layers": 0})), [Some(4), Some(4)]);
-    // Not used, as long as the longest sequence, or on no layer.
+    // Window disabled, as long as the longest sequence, or on no layer.
     assert_eq!(windows("window-qwen2", &json!({"use_sliding_window": false})), none);
     assert_eq!(windows("window-mistral", &json!({"sliding_window": 64})), none);
     assert_eq!(windows("window-qwen2", &json!({"max_window_layers": 2})), none);
@@ -332,7 +332,7 @@ fn sliding_windows_are_those_of_each_layer_in_transformers() {
         windows("llama-bias", &json!({"sliding_window": 4096, "layer_types": ["full_attention", "full_attention"]})),
         none
     );
-    // Without the key Mistral has a window of 4096 tokens, with `null` none.
+    // Mistral's default window is 4096 tokens; `null` means none.
     let long = |window: &str| json!({"max_position_embeddings": 5000, "sliding_window": window});
     assert_eq!(windows("mistral", &long("absent")), [Some(4096), Some(4096)]);
     assert_eq!(windows("mistral", &json!({"max_position_embeddings": 5000, "sliding_window": null})), none);
@@ -384,7 +384,7 @@ fn adapters_agree_with_peft_in_logits_and_gradients() {
     }
 }
 
-/// The golden adapters, each on the base that its configuration names.
+/// The golden adapters; their configuration names the base.
 const ADAPTERS: &str = "\
     qwen2-tied qwen2-tied-copies qwen2-tied-copy qwen2-tied-f16 qwen2-tied-layers qwen2-tied-rslora \
     qwen2-untied-dora qwen2-untied-dora-dropout qwen2-untied-ends qwen3-tied qwen3-tied-bf16 \
@@ -408,7 +408,7 @@ fn an_adapter_saved_in_its_own_type_is_peft_s_to_the_value() {
         adapter.save_as(folder.path(), "a-base", adapter.stored_dtype()).unwrap();
         let read = |path: &Path| load_tensors(&path.join("adapter_model.safetensors")).unwrap();
         let (found, mut expected) = (read(folder.path()), read(&golden(&format!("lora/{name}"))));
-        // The frozen weights under an adapted embedding or head are the base's: they are not written again.
+        // Copies of the base weights of an adapted embedding or head are not written again.
         expected.retain(|key, _| !key.contains(".base_layer."));
         assert_eq!(found.len(), expected.len(), "{name}");
         for (key, tensor) in &expected {
@@ -432,7 +432,7 @@ fn other_keys_of_an_adapter_configuration_survive() {
     assert!(LoraAdapter::load(folder.path(), decoder.config()).is_ok());
 }
 
-/// candle-transformers' own decoders know neither LoRA nor gradients, but are a second, independent reference.
+/// candle-transformers' decoders support neither LoRA nor gradients, but are an independent second reference.
 #[test]
 fn hidden_states_agree_with_candle_transformers() {
     for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied"] {
@@ -455,7 +455,7 @@ fn logits_as(name: &str, dtype: BaseDtype) -> Vec<f32> {
     values(&decoder.logits(&hidden, None).unwrap())
 }
 
-/// Root of the mean squared difference, relative to the values' own.
+/// Root mean squared difference, relative to the root mean square of the values.
 fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
     let sum = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x * x)).sum::<f64>();
     (sum(&mut found.iter().zip(expected).map(|(a, b)| a - b)) / sum(&mut expected.iter().copied())).sqrt()
@@ -472,7 +472,7 @@ fn a_base_in_half_precision_gives_nearly_the_same_logits() {
     }
 }
 
-/// Regression: they were a list of pairs, so that prompts of Llama 3 began without `<|begin_of_text|>`.
+/// Regression: special tokens were passed as a list of pairs, so that prompts of Llama 3 lacked `<|begin_of_text|>`.
 #[test]
 fn special_tokens_are_variables_of_a_template() {
     let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")].map(|(name, text)| (name.to_owned(), text.to_owned()));

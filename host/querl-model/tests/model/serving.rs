@@ -1,4 +1,4 @@
-//! The engine of a server compared with the engine of evaluation.
+//! The serving engine compared with the engine that rollouts and evaluation use.
 
 use crate::golden;
 use querl_core::config::BaseDtype;
@@ -42,7 +42,7 @@ fn engine(decoder: &Arc<Decoder>, settings: ServingSettings) -> ServingEngine {
     ServingEngine::new(decoder.clone(), Arc::new(BTreeSet::from([1, 2])), settings).unwrap()
 }
 
-/// Runs until nothing is left; returns the responses by id.
+/// Runs all requests; returns the responses by id.
 fn finish(engine: &mut ServingEngine) -> BTreeMap<u64, Generated> {
     let mut responses = BTreeMap::new();
     while engine.n_waiting() + engine.n_running() > 0 {
@@ -177,7 +177,7 @@ fn a_request_waits_for_room_in_the_kv_cache_and_one_that_never_fits_is_refused()
         engine.step().unwrap();
         engine.kv_cache_bytes()
     };
-    // Four blocks for requests: one of these, with two of its prompt and two of its response.
+    // Four blocks: enough for one of these requests, with two blocks of its prompt and two of its response.
     let mut engine =
         engine(&decoder, ServingSettings { kv_cache_bytes: 8 * block_bytes, ..ServingSettings::default() });
     (0..3).for_each(|id| engine.add(greedy(id, vec![5, 9, 7], 8)).unwrap());

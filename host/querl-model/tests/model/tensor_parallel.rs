@@ -1,7 +1,7 @@
 //! Tensor parallelism compared with one rank.
 //!
-//! Sums over a layer's inputs are formed by rank and then over the ranks, so that they are rounded otherwise; everything else is the
-//! same arithmetic. Values here are of the order of 1 and sums have at most some hundred terms in f32.
+//! Sums over a layer's inputs are computed per rank and then over ranks, which changes the rounding; all other arithmetic is the same.
+//! Values here are of the order of 1 and sums have at most some hundred terms in f32.
 
 use crate::{decoder_files, values};
 use candle_core::{Device, Tensor};
@@ -13,7 +13,7 @@ use querl_model::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A random model that four ranks can hold, its parts wide enough for the groups of int8 and nf4.
+/// A random model that can be sharded over four ranks, with shards wide enough for the groups of int8 and nf4.
 fn wide() -> DecoderConfig {
     DecoderConfig {
         vocab_size: 64,
@@ -54,7 +54,7 @@ fn numbers(name: &str, n: usize) -> Vec<f32> {
         .collect()
 }
 
-/// An adapter on every layer and the embedding that changes something.
+/// An adapter on every layer and the embedding, with nonzero effect.
 fn adapter(base: &Decoder) -> LoraAdapter {
     let mut settings = LoraSettings::all_linear(3, 6.0);
     let names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens"];
@@ -91,7 +91,7 @@ fn run(base: &Decoder, dropout: Option<Dropout>, recompute: Option<Keep>, wanted
     let logprobs = base.token_logprobs(&hidden, targets, 1.0, Some(&adapter)).unwrap();
     let loss = logprobs.narrow(1, 0, 1).unwrap().sum_all().unwrap();
     let store = backward(&loss, recompute.as_ref()).unwrap();
-    // As a part of an adapter, so that it is put together as one.
+    // Set as a part of an adapter, so that gathering it uses the same code.
     let found = adapter.snapshot().unwrap();
     for (name, var) in adapter.vars() {
         let gradient = store.get(var).unwrap_or_else(|| panic!("no gradient of {name}"));
@@ -108,7 +108,7 @@ fn difference(found: &[f32], expected: &[f32]) -> f32 {
     found.iter().zip(expected).fold(0f32, |worst, (a, b)| worst.max((a - b).abs())) / largest.max(1e-6)
 }
 
-/// Compares `n` ranks with one, and the ranks among themselves to the bit.
+/// Compares `n` ranks with one rank within the tolerance, and the ranks with each other bit by bit.
 fn check(n: usize, from: From, dtype: BaseDtype, what: impl Fn(&Decoder) -> Outputs + Sync, tolerance: f32) {
     let [expected] =
         run_ranks(1, |ranks| from.decoder(dtype, &ranks).map(|base| what(&base))).unwrap().try_into().ok().unwrap();
@@ -133,7 +133,7 @@ fn check(n: usize, from: From, dtype: BaseDtype, what: impl Fn(&Decoder) -> Outp
     }
 }
 
-/// In f32: a sum of a hundred products is off by a few units in the last place, and gradients go through two layers.
+/// Tolerance for f32: a sum of a hundred products has an error of a few units in the last place, and gradients pass through two layers.
 const F32: f32 = 2e-5;
 
 #[test]
@@ -159,7 +159,7 @@ fn layers_that_keep_their_inputs_alone_and_rows_that_are_wanted_change_nothing()
     }
 }
 
-/// Single operations instead of one for a layer; the masks are those of the whole model.
+/// The path with separate operations instead of one per layer. Masks are slices of the unsharded model's masks.
 #[test]
 fn dropout_is_the_same_on_any_number_of_ranks() {
     let dropout = Some(Dropout { p: 0.3, seed: 11 });
@@ -169,7 +169,7 @@ fn dropout_is_the_same_on_any_number_of_ranks() {
     }
 }
 
-/// Each rank packs its part with the scales and roundings that it has in the whole model.
+/// Each rank quantizes its shard with the same scales and rounding as the unsharded model.
 #[test]
 fn weights_of_fewer_bits_are_those_of_the_whole_model() {
     for dtype in [BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Nf4] {
@@ -179,7 +179,7 @@ fn weights_of_fewer_bits_are_those_of_the_whole_model() {
     }
 }
 
-/// Of fp8 a row has one scale, and of a row that is split each part has one of its own: other roundings, of 4 bits of mantissa.
+/// fp8 has one scale per row, and each part of a split row has a separate one: the rounding differs, with a 3-bit mantissa.
 #[test]
 fn a_part_of_a_row_in_fp8_has_a_scale_of_its_own() {
     check(2, From::Random(Family::Qwen3), BaseDtype::Fp8, |base| run(base, None, None, None), 0.2);
@@ -238,7 +238,7 @@ fn an_adapter_is_saved_whole_with_the_bytes_of_one_that_was_never_split() {
                 whole.save(&path, "base")?;
             }
             ranks.barrier()?;
-            // Read and split again, it is the same.
+            // Loading and splitting it again gives the same adapter.
             let again = LoraAdapter::load(&path, base.config())?.for_decoder(&base)?;
             for (name, var) in adapter.vars() {
                 assert_eq!(values(var), values(&again.vars()[name]), "{name}");

@@ -7,7 +7,7 @@ use querl_model::TextTokenizer;
 use serde_json::{Value, from_value};
 use std::path::Path;
 
-/// The tokenizer of the example with another chat template, as that of a policy.
+/// The example's tokenizer with another chat template, as a policy's tokenizer.
 fn policy(folder: &Path, template: &str, enable_thinking: Option<bool>) -> Result<TextTokenizer, String> {
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-qwen3");
     for file in ["tokenizer.json", "tokenizer_config.json"] {
@@ -61,7 +61,7 @@ fn prompts_and_responses_to_learn_are_the_turns_of_apply_chat_template() {
     assert_eq!(unset.encode_response("a").unwrap(), off.encode_response("a").unwrap());
 }
 
-/// As in Qwen3.5: the prompt begins the thinking block, and the response ends it.
+/// As in Qwen3.5: the prompt begins the thinking block, and the training target ends it.
 #[test]
 fn a_block_that_the_prompt_begins_is_ended_by_the_response_to_learn() {
     let template = "{{ messages[-1].content }}<|im_start|>assistant\n\

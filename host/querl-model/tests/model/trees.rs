@@ -1,5 +1,5 @@
-//! Three ways to compute the same: sequences one by one, packed side by side, and as a tree that holds what they share once;
-//! each with all activations kept and with checkpointed layers. And each gradient against finite differences.
+//! Compares three ways to compute the same values: sequences one by one, packed, and packed as a prefix tree; each with saved activations
+//! and with gradient checkpointing. Gradients are also compared with finite differences.
 
 use crate::sequences::{self, NAMES};
 use crate::{decoder_files, values};
@@ -9,7 +9,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::collections::BTreeMap;
 
-/// With one of an answer that begins at once behind the shared part.
+/// Sequences, including one whose response begins right after the shared prefix.
 fn sequences() -> Vec<(Vec<u32>, usize)> {
     [sequences::parting(40), vec![(vec![5, 9, 2, 7, 50, 51, 52, 53], 5)]].concat()
 }
@@ -47,7 +47,7 @@ impl Model {
         Self { dropout: Some(Dropout { p: 0.3, seed: 11 }), ..Self::adapted(name, settings) }
     }
 
-    /// With an adapter whose two matrices are both random.
+    /// A model with an adapter whose matrices A and B are both random.
     fn adapted(name: &str, settings: LoraSettings) -> Self {
         let decoder = Decoder::load(&decoder_files(name), Weights::Frozen).unwrap();
         let adapter = LoraAdapter::new(&decoder, settings, 5).unwrap();
@@ -63,7 +63,7 @@ impl Model {
         self.adapter.as_ref().map_or(self.decoder.vars(), LoraAdapter::vars)
     }
 
-    /// Log-probabilities and entropies of all answers' tokens: `(N, 2)`.
+    /// Log-probabilities and entropies of all response tokens, `(N, 2)`.
     fn logprobs(&self, sequences: &[(Vec<u32>, usize)], packing: Packing, recompute: Option<&Recompute>) -> Tensor {
         let tokens = sequences.iter().map(|(tokens, _)| tokens.as_slice());
         let batch = match packing {
@@ -80,7 +80,7 @@ impl Model {
         self.decoder.token_logprobs(&hidden, targets, 0.8, self.adapter.as_ref()).unwrap()
     }
 
-    /// A loss in which every log-probability and entropy has a weight of its own.
+    /// A loss in which every log-probability and entropy has a different weight.
     fn loss(logprobs: &Tensor) -> Tensor {
         let weights: Vec<f32> = (0..logprobs.elem_count()).map(|i| 0.3 + (i % 5) as f32 * 0.1).collect();
         let weights = Tensor::from_vec(weights, logprobs.shape(), logprobs.device()).unwrap();
@@ -99,7 +99,8 @@ impl Model {
     }
 }
 
-/// DoRA is left to the comparisons: its gradient takes the rows' lengths as constants, which a difference does not.
+/// Models without DoRA are checked with finite differences: DoRA's gradient takes the norms of rows as constants, which a finite difference
+/// does not.
 fn with_dora() -> impl Iterator<Item = (String, Model)> {
     models().chain(["qwen2-untied", "qwen3-tied"].map(|name| (format!("{name} dora"), Model::dora(name))))
 }
@@ -139,7 +140,7 @@ fn gradients_are_the_same_however_sequences_are_packed_and_layers_kept() {
     }
 }
 
-/// Gradients summed over passes of one sequence each; the weights of the loss are those of the whole.
+/// Gradients summed over passes of one sequence each; the weights of the loss are those of the complete batch.
 fn one_by_one(model: &Model, all: &[(Vec<u32>, usize)]) -> BTreeMap<String, Vec<f32>> {
     let mut sums: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     let mut first = 0;
@@ -158,7 +159,7 @@ fn one_by_one(model: &Model, all: &[(Vec<u32>, usize)]) -> BTreeMap<String, Vec<
     sums
 }
 
-/// Each variable is moved along a random direction; the slope of the loss must be the direction's share of the gradient.
+/// Each variable is changed in a random direction; the slope of the loss must equal the dot product of direction and gradient.
 #[test]
 fn every_trained_tensor_has_the_gradient_that_finite_differences_find() {
     let all = sequences();
@@ -169,7 +170,7 @@ fn every_trained_tensor_has_the_gradient_that_finite_differences_find() {
         for (var_name, var) in model.vars() {
             let gradient = &gradients[var_name];
             assert!(gradient.iter().any(|g| *g != 0.0), "{name}: the gradient of {var_name} is zero");
-            // Along the gradient's own signs, so that the slope is far above the rounding of the loss.
+            // A direction with the signs of the gradient, so that the slope is far above rounding errors.
             let direction: Vec<f32> = gradient.iter().map(|g| g.signum() * rng.random_range(0.5..1.5)).collect();
             let expected: f64 = direction.iter().zip(gradient).map(|(d, g)| f64::from(d * g)).sum();
             let step = 1e-2 / direction.iter().map(|d| d * d).sum::<f32>().sqrt();
@@ -196,7 +197,7 @@ fn a_row_that_is_not_there_is_an_error() {
     assert!(error.contains("no row 3 among 3"), "{error}");
 }
 
-/// Rows may be asked for in any order and more than once.
+/// Rows may be requested in any order and more than once.
 #[test]
 fn rows_come_in_the_requested_order() {
     let model = Model::lora("qwen2-tied");

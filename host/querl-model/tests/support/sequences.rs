@@ -1,10 +1,10 @@
 //! Sequences with shared prefixes, and the golden models.
 
-/// Every form of the decoders.
+/// The golden decoders, one for each variant of the architecture.
 pub(crate) const NAMES: [&str; 5] = ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"];
 
-/// Sequences that branch at several depths, among them a prefix of another and a duplicate, and one of `longest` tokens without a shared
-/// prefix. The response starts at `.1`.
+/// Sequences that branch at several depths, including a prefix of another one, a duplicate, and one of `longest` tokens without a shared
+/// prefix. Index `.1` is the start of the response.
 pub(crate) fn parting(longest: u32) -> Vec<(Vec<u32>, usize)> {
     let system = [5, 9, 2, 7];
     let join = |parts: &[&[u32]]| [&system[..], &parts.concat()].concat();

@@ -14,24 +14,24 @@ use rand_chacha::ChaCha8Rng;
 use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
 
-/// Words of a query: of a language with spaces, and of one without, whose words are segmented.
+/// Number of words of a query, for languages with spaces, and for languages without, whose words are segmented.
 const QUERY_WORDS_SPACED: RangeInclusive<usize> = 3..=9;
 const QUERY_WORDS_UNSPACED: RangeInclusive<usize> = 2..=6;
-/// Share of queries that lose words, and the share of their words that stays.
+/// Share of queries that lose words, and the share of their words that is kept.
 const SHORTENED: f64 = 0.5;
 const STAYING: f64 = 0.8;
 /// Share of queries with a question word.
 const ASKING: f64 = 0.75;
-/// Share of targets of rare words alone, and how many they have: users find a passage by its details, too.
+/// Share of targets that consist of rare words only, and their number of words: users find a passage by its details, too.
 const BY_DETAILS: f64 = 0.25;
 const N_DETAILS: usize = 4;
-/// Probability that an entity is invented, and that a word or number of an invented one is replaced: a model that sees twenty names again
-/// and again knows them by heart instead of copying them.
+/// Probability that an entity is invented, and that a word or number of an invented one is replaced: a model that sees the same twenty
+/// names repeatedly memorises them instead of learning to copy.
 const INVENTED: f64 = 0.5;
 const REPLACED: f64 = 0.7;
-/// Most rare words behind the words of a title.
+/// Maximum number of rare words after the words of a title.
 const MAX_RARE_WORDS: usize = 3;
-/// A shorter word is a particle or a letter.
+/// Minimum length of a rare word; shorter ones are particles or letters.
 const MIN_RARE_CHARS: usize = 2;
 
 /// A synthetic query with its history and the target rewrite.
@@ -110,7 +110,7 @@ impl<'a> ConversationGenerator<'a> {
             true => self.invented(entity, rng),
             false => entity.to_owned(),
         });
-        // The passage's own entity has no place next to an invented one.
+        // The passage's own entity must not occur together with an invented one.
         let real = source.entity.as_deref().filter(|_| is_invented).unwrap_or_default();
         let own = self.segmenter.words(real);
         let is_foreign = |word: &&&str| !self.segmenter.words(word).iter().any(|stem| own.contains(stem));
@@ -123,7 +123,8 @@ impl<'a> ConversationGenerator<'a> {
         };
         let clozed = self.join(query_words.iter().copied());
         let query = self.ask(&self.join(mention.as_deref().into_iter().chain([clozed.as_str()])), rng);
-        // Nobody can know an invented name: the target has of it what the prompt has. Which real entity a text is about can be learned.
+        // An invented name cannot be known, so the target contains only the part of it that the prompt contains. Which real entity a text
+        // is about can be learned.
         let is_known = !history.is_empty() || entity == source.entity;
         let named = if is_known { &entity } else { &mention };
         let target = self.target(source, named.as_deref(), &words, rng).unwrap_or(clozed);
@@ -152,7 +153,7 @@ impl<'a> ConversationGenerator<'a> {
         self.segmenter.pieces(entity).into_iter().map(invent).collect()
     }
 
-    /// A run of a sentence's words, of half of the queries without some of them.
+    /// A run of consecutive words of a sentence; half of the queries lack some of them.
     fn query_words<'w>(&self, words: &[&'w str], rng: &mut ChaCha8Rng) -> Vec<&'w str> {
         let lengths = if self.segmenter.is_spaced() { QUERY_WORDS_SPACED } else { QUERY_WORDS_UNSPACED };
         let run = random_run(words, lengths, rng);
@@ -243,12 +244,12 @@ impl<'a> ConversationGenerator<'a> {
                 rare.push((frequency, word));
             }
         }
-        // Stable: of equally rare words the first of the sentence.
+        // Stable sort: equally rare words keep their order in the sentence.
         rare.sort_by(|one, other| one.0.total_cmp(&other.0));
         rare.into_iter().map(|(_, word)| word).collect()
     }
 
-    /// Words as a text. Without spaces between words only Latin letters and digits are kept apart.
+    /// Joins words to a text. In languages without spaces, only Latin letters and digits are separated.
     fn join<'w>(&self, words: impl IntoIterator<Item = &'w str>) -> String {
         let is_latin = |character: Option<char>| character.is_some_and(|character| character.is_ascii_alphanumeric());
         let mut text = String::new();
@@ -263,18 +264,18 @@ impl<'a> ConversationGenerator<'a> {
     }
 }
 
-/// The words of a text as they are written, without what is between them.
+/// The words of a text in their original spelling, without the text between them.
 fn words<'t>(segmenter: &WordSegmenter, text: &'t str) -> Vec<&'t str> {
     let pieces = segmenter.pieces(text).into_iter();
     pieces.filter(|piece| piece.chars().any(char::is_alphanumeric)).collect()
 }
 
-/// One of at least one item.
+/// A random item; `items` must not be empty.
 fn pick<'t, T>(items: &'t [T], rng: &mut ChaCha8Rng) -> &'t T {
     &items[rng.random_range(0..items.len())]
 }
 
-/// Neighbouring items, as many as one of `lengths`, or all.
+/// A random run of consecutive items, with one of `lengths`, or all items.
 fn random_run<'t>(items: &[&'t str], lengths: RangeInclusive<usize>, rng: &mut ChaCha8Rng) -> Vec<&'t str> {
     let n = rng.random_range(lengths).min(items.len());
     let start = rng.random_range(0..=items.len() - n);

@@ -3,19 +3,20 @@
 use super::phrases::Phrases;
 use querl_data::WordSegmenter;
 
-/// A shorter prefix is a word that two titles happen to begin with. A Chinese character is about a word's half.
+/// Minimum length of a prefix in characters; a shorter one is a word that two titles share by chance. A Chinese character counts as about
+/// half a word.
 const MIN_CHARS_SPACED: usize = 5;
 const MIN_CHARS_UNSPACED: usize = 3;
 
 /// Entity of each title: the longest run of words that both this title and another one begin with. `None` if there is none, if it is short,
-/// or if it begins a question.
+/// or if it is the start of a question.
 pub(super) fn entities(titles: &[&str], segmenter: &WordSegmenter, phrases: &Phrases) -> Vec<Option<String>> {
     let mut sorted: Vec<&str> = titles.to_vec();
     sorted.sort_unstable();
     sorted.dedup();
     let min_chars = if segmenter.is_spaced() { MIN_CHARS_SPACED } else { MIN_CHARS_UNSPACED };
     let entity = |title: &&str| {
-        // Of all titles a neighbour in this order has the longest common prefix.
+        // In sorted order, the longest common prefix is with an adjacent title.
         let at = sorted.partition_point(|other| other < title);
         let neighbours = [at.checked_sub(1), Some(at + 1)].into_iter().flatten();
         let shared = neighbours.filter_map(|index| sorted.get(index)).map(|other| n_shared_bytes(title, other)).max();
@@ -36,7 +37,7 @@ fn n_shared_bytes(title: &str, other: &str) -> usize {
     pairs.take_while(|(own, theirs)| own == theirs).map(|(own, _)| own.len_utf8()).sum()
 }
 
-/// The words within the first bytes of a title, without punctuation behind them.
+/// The complete words within the first bytes of a title, without trailing punctuation.
 fn whole_words<'t>(title: &'t str, n_bytes: usize, segmenter: &WordSegmenter) -> &'t str {
     let mut end = 0;
     for piece in segmenter.pieces(title) {
@@ -48,7 +49,7 @@ fn whole_words<'t>(title: &'t str, n_bytes: usize, segmenter: &WordSegmenter) ->
     title[..end].trim_end_matches(is_separator)
 }
 
-/// White space and punctuation, and the Chinese particle between a name and what is said of it.
+/// True for whitespace, punctuation, and the Chinese particle between a name and a statement about it.
 fn is_separator(character: char) -> bool {
     !character.is_alphanumeric() || character == '的'
 }

@@ -32,14 +32,14 @@ use serde::Serialize;
 use std::collections::HashSet;
 use std::path::Path;
 
-/// Lines by default: as many, or 12 for each text where that is more.
+/// Default number of lines; 12 per text if that is more.
 const N_LINES: usize = 48_000;
 const N_LINES_PER_TEXT: usize = 12;
-/// Most copies of a text. At most a third of the lines are texts, unless there are few lines.
+/// Maximum number of copies of a text. At most a third of the lines are texts, unless there are few lines.
 const MAX_COPIES: usize = 4;
 /// Upper limit for the tokens of a message's role, control tokens and line breaks, and of the line that begins the answer.
 const MESSAGE_TOKENS: usize = 32;
-/// Lines between updates of the progress.
+/// Number of lines between progress updates.
 const UPDATE_LINES: usize = 100;
 
 /// Size and seed of a pretraining corpus.
@@ -68,7 +68,7 @@ pub struct CorpusSummary {
     pub longest_line_bytes: usize,
 }
 
-/// One line.
+/// One line of the corpus.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum CorpusLine<'a> {
@@ -115,7 +115,7 @@ pub fn write_corpus(
     let unwritable = || format!("{}: cannot be written", out.display());
     let (mut file, progress) = (AtomicFile::create(out).with_context(unwritable)?, reporter.stage("corpus"));
     let mut rng = ChaCha8Rng::seed_from_u64(settings.seed);
-    // A stream of its own: that of the order is drawn first and has any length.
+    // A separate random stream, because the order uses a variable amount of random numbers of the first one.
     rng.set_stream(1);
     let (mut n_texts, mut longest_line_bytes) = (0, 0);
     for (index, piece) in order.iter().enumerate() {
@@ -164,7 +164,7 @@ fn unique_bytes(passages: &[Passage]) -> usize {
     texts.iter().map(String::len).sum()
 }
 
-/// Writes conversations in the form in which the policy is asked and responds.
+/// Writes conversations with the policy's prompt and response format.
 struct ConversationWriter<'a> {
     prompts: &'a dyn Prompts,
     form: RewriteForm,
@@ -182,10 +182,10 @@ impl ConversationWriter<'_> {
         Ok(messages)
     }
 
-    /// With `data.rewrite_form = "edit"` half of the responses add to the query what the target has in addition; where there is a history, half
-    /// of these add it and what both lack.
+    /// With `data.rewrite_form = "edit"`, half of the responses are edits that add to the query the words that only the target has; if
+    /// there is a history, half of these are edits that add the history and the words that both lack.
     fn response(&self, query: &str, history: &str, target: String, rng: &mut ChaCha8Rng) -> String {
-        // A target that reads as an edit is written as one.
+        // A target that could be parsed as an edit is written as an edit.
         if self.form != RewriteForm::Edit || (rng.random_bool(0.5) && is_plain(&target)) {
             return target;
         }

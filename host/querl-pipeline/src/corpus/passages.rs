@@ -1,6 +1,6 @@
 //! Passages as lines of text: sentences, and pieces that fit into a small model's context.
 
-/// Most characters of a line of text, its title included: with a tokenizer of the text's own language 100 to 500 tokens.
+/// Maximum number of characters of a line of text, including its title: 100 to 500 tokens with a tokenizer for the text's language.
 const MAX_CHARS: usize = 400;
 
 /// The sentences of a text, without the white space around them.
@@ -8,8 +8,8 @@ pub(super) fn sentences(text: &str) -> Vec<&str> {
     sentence_spans(text).into_iter().map(str::trim).filter(|sentence| !sentence.is_empty()).collect()
 }
 
-/// Splits a passage into lines of at most 400 characters that each begin with the title, cut between sentences. A sentence that is too long
-/// is cut within.
+/// Splits a passage into lines of at most 400 characters that each begin with the title, split between sentences. A sentence that is too
+/// long is split itself.
 pub(super) fn text_pieces(title: &str, text: &str) -> Vec<String> {
     let heading = if title.is_empty() { String::new() } else { format!("{title}\n") };
     let budget = MAX_CHARS.saturating_sub(heading.chars().count()).max(MAX_CHARS / 2);
@@ -29,7 +29,7 @@ pub(super) fn text_pieces(title: &str, text: &str) -> Vec<String> {
     bodies.map(|body| format!("{heading}{body}")).collect()
 }
 
-/// A text cut after the ends of its sentences, all of it in order.
+/// Splits a text after the ends of its sentences, without losing characters.
 fn sentence_spans(text: &str) -> Vec<&str> {
     let mut spans = Vec::new();
     let mut start = 0;
@@ -48,7 +48,7 @@ fn sentence_spans(text: &str) -> Vec<&str> {
     spans
 }
 
-/// A full stop within `4.5` or `a.b` ends no sentence.
+/// True if a character ends a sentence. A full stop within `4.5` or `a.b` does not.
 fn ends_sentence(character: char, next: Option<char>) -> bool {
     match character {
         '。' | '！' | '？' | '；' | '؟' | '।' | '\n' => true,
@@ -57,7 +57,7 @@ fn ends_sentence(character: char, next: Option<char>) -> bool {
     }
 }
 
-/// A text cut into parts of `n` characters; the last one may be shorter.
+/// Splits a text into parts of `n` characters; the last one may be shorter.
 fn char_chunks(text: &str, n: usize) -> Vec<&str> {
     let mut bounds: Vec<usize> = text.char_indices().map(|(at, _)| at).step_by(n).collect();
     bounds.push(text.len());

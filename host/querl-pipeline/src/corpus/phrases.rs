@@ -18,7 +18,7 @@ pub(super) struct Phrases {
     pub(super) histories: &'static [&'static str],
 }
 
-/// Summaries without words of a language.
+/// Summaries that contain no words of any language.
 const PLAIN: &[&str] = &["ENTITY", "OTHER; ENTITY"];
 
 impl Phrases {
@@ -86,7 +86,7 @@ impl Phrases {
         let begins = |phrase: &str| {
             let first = phrase.split(' ').next().unwrap_or(phrase);
             let rest = text.strip_prefix(first);
-            // Chinese has no space behind the word.
+            // Chinese has no space after the word.
             let is_chinese = first.starts_with(|character: char| ('\u{4e00}'..='\u{9fff}').contains(&character));
             rest.is_some_and(|rest| is_chinese || !rest.starts_with(char::is_alphanumeric))
         };

@@ -2,10 +2,10 @@
 
 use serde::Serialize;
 
-/// A choice for texts of at most `max_bytes`, UTF-8, each text counted once.
+/// The model size for texts of at most `max_bytes` in UTF-8, each text counted once.
 struct SizeClass {
     max_bytes: usize,
-    /// Why this size; a comment in the file.
+    /// The reason for this size; a comment in the written file.
     reason: &'static str,
     vocab_size: usize,
     hidden_size: usize,
@@ -15,8 +15,8 @@ struct SizeClass {
     n_kv_heads: usize,
 }
 
-/// By size of the texts, the smallest first. The first one has the shape of examples/tiny-qwen3; the others are wider and deeper by about a third each and
-/// are not measured. All have more weights than bytes of text: what a fixed knowledge base says may be learned by heart.
+/// Sizes in ascending order. The first one has the shape of examples/tiny-qwen3; each of the others is about a third wider and deeper, and
+/// is not measured. All have more weights than the text has bytes, because memorising a fixed knowledge base is allowed.
 const SIZES: [SizeClass; 3] = [
     SizeClass {
         max_bytes: 500_000,
@@ -50,16 +50,16 @@ const SIZES: [SizeClass; 3] = [
     },
 ];
 
-/// That of all shipped small models; heads of 32 keep several heads at these widths.
+/// Head size of all shipped small models; with 32 these widths have several heads.
 const HEAD_DIM: usize = 32;
-/// Learning rate of examples/tiny-qwen3 at its width. With Adam it falls with the width.
+/// Learning rate of examples/tiny-qwen3 at its width. With Adam the rate decreases with the width.
 ///
 /// Source: Yang et al. 2022, "Tensor Programs V", table 3 (µP).
 const LEARNING_RATE: f64 = 3e-3;
 const LEARNING_RATE_WIDTH: f64 = 192.0;
-/// Positions are a multiple of this. They cost no weights.
+/// Granularity of the number of positions, which need no weights.
 const POSITIONS: usize = 512;
-/// Passes over the corpus.
+/// Number of passes over the corpus.
 const EPOCHS: usize = 2;
 const BATCH_SIZE: usize = 32;
 
@@ -144,7 +144,7 @@ mod tests {
         assert_eq!(shape(&of(5_000_001)), (16_000, 384, 8));
         let rates = [80_000, 1_000_000, 9_000_000].map(|bytes| of(bytes).learning_rate);
         assert!(rates.iter().zip([3e-3, 2.25e-3, 1.5e-3]).all(|(found, expected)| (found - expected).abs() < 1e-12));
-        // 9000 / 32 = 281.25 steps an epoch
+        // 9000 / 32 = 281.25 steps per epoch
         assert_eq!(of(80_000).n_steps, 564);
     }
 

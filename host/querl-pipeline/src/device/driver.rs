@@ -16,7 +16,7 @@ const DRIVER_VARIABLE: &str = "QUERL_CUDA_DRIVER";
 /// The driver's library, which has this name on every Linux.
 const DRIVER_FILE: &str = "libcuda.so.1";
 
-/// Older drivers are rejected before a library is opened: none of any CUDA before 12 is known to work. Whether a driver is new enough
+/// Drivers older than this are rejected before a library is opened: none of CUDA before 12 is known to work. Whether a driver is new enough
 /// for the library is checked with both ([`check_fit`](crate::device::check_fit)).
 const OLDEST: u32 = 12_000;
 
@@ -248,8 +248,8 @@ fn find_library() -> Result<PathBuf, DeviceUnavailable> {
 }
 
 fn load_library(path: &Path) -> Result<Library, String> {
-    // SAFETY: opening a library runs its initialisers. The user put this one into the folder of the program or named it; it is trusted as
-    // the program is, as an executable plugin would be.
+    // SAFETY: opening a library runs its initialisers. The user put this one into the folder of the program or named it; it is as trusted
+    // as the program itself.
     let opened = unsafe { libloading::Library::new(path) }.map_err(|error| cannot_open(&error))?;
     // Never closed: its threads outlive the jobs.
     let opened: &'static libloading::Library = Box::leak(Box::new(opened));
@@ -269,7 +269,7 @@ fn cannot_open(error: &libloading::Error) -> String {
     format!("cannot be opened: {text}{remedy}")
 }
 
-/// The package that provides the file that the loader misses.
+/// The package that provides the missing file in a loader's message.
 fn remedy(text: &str) -> Option<&'static str> {
     let names = |names: &[&str]| names.iter().any(|name| text.contains(name));
     if names(&["libcuda.so"]) {

@@ -319,7 +319,7 @@ pub fn check_fit(driver_cuda: u32, gpu: &Gpu, library: &Description) -> Result<(
             "libquerl_cuda was built without CUDA; build it with host/querl-gpu/build.sh".into(),
         ));
     };
-    // Within one major version, an older driver runs what a newer CUDA has compiled.
+    // Within one major version, an older driver can run code that was compiled by a newer CUDA.
     if driver_cuda / 1000 < cuda / 1000 {
         let (has, needs) = (version_name(driver_cuda), version_name(cuda));
         return Err(DeviceUnavailable(format!(
@@ -415,7 +415,7 @@ mod tests {
         Description { version: "0.1.0".into(), cuda, capabilities: vec![80, 86, 90], kernels: kernels.into() }
     }
 
-    /// Symptom: a training that was stopped under one kernel resumed with the last bits of another.
+    /// Symptom: a training was stopped with one kernel and resumed with another one that gives different last bits.
     #[test]
     fn other_kernels_are_other_arithmetic() {
         let of = |kernels| arithmetic_of(&described(Some(13_000), kernels), 90);

@@ -45,7 +45,7 @@ pub(crate) async fn within<T>(
 pub(crate) async fn all<F: Future>(calls: Vec<F>, n_at_once: usize) -> (Vec<F::Output>, f64) {
     // The body runs at the first poll, so that the clock starts with the calls.
     let started = Instant::now();
-    // Unordered: a late call must not block the slots of those that are done.
+    // Unordered, so that a late call does not block the slots of finished calls.
     let numbered = calls.into_iter().enumerate().map(|(index, call)| async move { (index, call.await) });
     let mut answers: Vec<(usize, F::Output)> =
         futures::stream::iter(numbered).buffer_unordered(n_at_once.max(1)).collect().await;

@@ -36,7 +36,7 @@ impl Judging {
     }
 }
 
-/// A number in 0 to 1: uniform over ids, the same on every machine.
+/// A number in 0 to 1 for an id: uniformly distributed, and the same on every machine.
 fn position(id: &str) -> f64 {
     let digest = digest_hex(id.as_bytes());
     let leading = u32::from_str_radix(&digest[..8], 16).expect("a digest is hexadecimal");
@@ -64,7 +64,7 @@ pub(crate) struct JudgePrompter<'a> {
     pub deadline: Option<Duration>,
 }
 
-/// A judgement, or why it cannot be read.
+/// A judgement, or the reason why it cannot be parsed.
 type Parsed = Result<JudgeResponse, String>;
 
 impl JudgePrompter<'_> {
@@ -148,7 +148,7 @@ impl JudgePrompter<'_> {
     }
 }
 
-/// The most bytes of a response in a message.
+/// Maximum number of bytes of a response in a message.
 const SHOWN_BYTES: usize = 200;
 
 /// The messages that follow a response that cannot be parsed.
@@ -238,7 +238,7 @@ impl Comparison {
     }
 }
 
-/// The JSON object in a text, with or without words or a fence around it.
+/// The JSON object in a text, which may have other words or a code fence around it.
 fn object_in(text: &str) -> Option<Value> {
     let (start, end) = (text.find('{')?, text.rfind('}')?);
     serde_json::from_str(text.get(start..=end)?).ok()

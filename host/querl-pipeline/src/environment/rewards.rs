@@ -133,7 +133,8 @@ mod tests {
         assert_eq!(names, ["a/top1", "a/total", "b/top1", "b/total"]);
     }
 
-    /// Probability: the share of the first character in the text. Texts that begin with `x` fail. Records the classified texts.
+    /// A style model whose probability is the share of the first character in the text. Texts that begin with `x` fail. Records the
+    /// classified texts.
     #[derive(Default)]
     struct ByFirst(Mutex<Vec<(String, String)>>);
 

@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The teacher's rewrite of a query, or why there is none.
+/// The teacher's rewrite of a query, or the reason why there is none.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Baseline {
     Rewritten {
@@ -71,7 +71,7 @@ pub(crate) const DEADLINE_CODE: &str = "deadline";
 /// Whether the teacher's rewrite is looked up, judged and classified, as the policy's is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BaselineScoring {
-    /// Only as far as a reward reads the results. The rewrite and the hits of the validate stage are known without a call.
+    /// Only the parts that a reward reads. The rewrite and the hits of the validate stage are known without a call.
     ReadByRewards,
     Always,
 }
@@ -123,7 +123,8 @@ const EVERYTHING: EpisodeInputs = EpisodeInputs {
 /// Scores rewrites. Responses of services are cached for the length of a run.
 pub(crate) struct Scorer {
     services: Services,
-    /// What is computed of the policy's side, and what a reward requires of it: only a failed call for such a part drops the episode.
+    /// The parts of the policy's side that are computed, and those that a reward requires: only a failed call for a required part drops the
+    /// episode.
     policy: EpisodeInputs,
     /// The same of the teacher's rewrite.
     baseline: EpisodeInputs,
@@ -221,7 +222,7 @@ impl Scorer {
         &self.services.rewards
     }
 
-    /// What is computed of a side: `policy` or `baseline`.
+    /// The parts of a side (`policy` or `baseline`) that are computed.
     fn computed(&self, side: &str) -> &EpisodeInputs {
         if side == "policy" { &self.policy } else { &self.baseline }
     }
@@ -311,7 +312,7 @@ impl Scorer {
         matches!(self.services.form, JudgingForm::Compare(_))
     }
 
-    /// Both sides of sampled episodes; one call per comparison.
+    /// Judges both sides of sampled episodes, with one call per comparison.
     fn requested_judgements(&self, requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
         select(requests, |request, side| {
             let is_sampled = self.services.judge.is_some() && request.judged;
@@ -341,7 +342,7 @@ impl Scorer {
         let query = request.query;
         let WrittenRewrite { rewrite, response, n_tokens } = request.policy.clone();
         let (response, finish_reason) = response.unzip();
-        // A blank rewrite finds nothing; the others are looked up.
+        // A blank rewrite has no hits; for the others retrieval is called.
         let retrieval = self.services.retriever.is_some().then(|| Ok(Vec::new()));
         let baseline = match &request.baseline {
             Baseline::Rewritten { rewrite, hits, .. } => {
@@ -508,10 +509,10 @@ fn questions<'a>(
     wanted.iter().map(question).collect()
 }
 
-/// With fewer calls no conclusion about a service is drawn.
+/// Minimum number of calls for a conclusion about a service.
 const MIN_CALLS: usize = 4;
 
-/// Fails where every further call would fail too: a fatal rejection, or a service that is unreachable.
+/// Returns an error if every further call would fail too: a fatal rejection, or a service that is unreachable.
 fn check_services<T>(answers: &[Result<T, CallError>]) -> Result<(), CallFailure> {
     let failure = |answer: &'_ Result<T, CallError>| match answer {
         Err(CallError::Failed(failure)) => Some(failure.clone()),
@@ -617,7 +618,7 @@ mod tests {
         let requests = rows.each_ref().map(|row| request(row, "down", rewritten("down")));
         let error = shop.scorer().score(&requests).unwrap_err();
         assert!(matches!(error, EnvironmentError::Service(_)), "{error}");
-        // Failures of few calls do not stop the run: the episodes are dropped, and too many drops stop it elsewhere.
+        // Failures of few calls do not stop the run: the episodes are dropped, and too many drops are detected elsewhere.
         assert!(shop.scorer().score(&requests[..1]).unwrap().scored[0].outcome.is_err());
     }
 
@@ -651,7 +652,7 @@ mod tests {
         };
         assert_eq!(scores(0), (Some(2.5), Some(2.5)));
         for n in [1, 2] {
-            // The shop's judge prefers what stands first.
+            // The fake judge prefers the first rewrite.
             assert!([(Some(5.0), Some(0.0)), (Some(0.0), Some(5.0))].contains(&scores(n)), "{:?}", scores(n));
         }
         let rejection = scored[3].outcome.as_ref().unwrap_err();
@@ -745,7 +746,7 @@ mod tests {
             (episode.response.as_deref(), episode.step, episode.split),
             (Some("broken"), Some(0), Some(Split::Train))
         );
-        // What is known without a call is recorded.
+        // Parts that are known without a call are recorded.
         let baseline = scored[1].episode.baseline.as_ref().unwrap();
         assert_eq!((baseline.rewrite.as_str(), baseline.found()), ("poor", hits.as_deref()));
     }

@@ -56,7 +56,7 @@ impl RewardEnvironment {
         let services = Services { deadline, ..run.services()? }.read_by_rewards();
         let scorer = Scorer::new(services, run.runtime.handle().clone());
         let ledger = Ledger::open(&run.dir.stages())?;
-        // Of an unfinished stage the rows that are there are taken.
+        // Of an unfinished stage, the existing rows are used.
         let check = |stage: StageName, path: &Path| {
             let finished = ledger.entry(stage.as_str()).filter(|entry| entry.finished);
             finished.map_or(Ok(()), |entry| entry.outputs.check(run.dir.root(), stage, path))
@@ -166,7 +166,7 @@ impl RewardEnvironment {
             n_tokens: request.n_tokens,
             truncated: request.truncated,
         };
-        // As in training: held-out queries are judged each time or never.
+        // As in training, a held-out query is judged each time or never.
         let judged = match split {
             Split::Train => self.judging.samples(&id),
             Split::Val | Split::Test => self.judging.samples(&query.id),
@@ -221,14 +221,14 @@ struct EpisodeIds {
 }
 
 impl EpisodeIds {
-    /// The number of a sample whose request has none.
+    /// The index of a sample whose request has none.
     fn next_sample(&mut self, group_id: &str) -> u32 {
         let n_samples = self.n_samples.entry(group_id.to_owned()).or_default();
         *n_samples += 1;
         *n_samples - 1
     }
 
-    /// Equal responses without a step have equal ids: the later ones are numbered.
+    /// Equal responses without a step would have equal ids: later ones get a number.
     fn unique(&mut self, id: String, is_given: bool) -> Result<String, EnvironmentError> {
         if self.used.insert(id.clone()) {
             return Ok(id);
@@ -246,7 +246,7 @@ impl EpisodeIds {
 /// Digits of a response's digest in the id of an episode without a step.
 const ID_DIGITS: usize = 8;
 
-/// As in training, where there is a step.
+/// The group id, as in training if there is a step.
 fn group_of(step: Option<u64>, split: Split, query_id: &str) -> String {
     match (step, split) {
         (Some(step), Split::Train) => format!("step-{step:06}/{query_id}"),
@@ -255,7 +255,7 @@ fn group_of(step: Option<u64>, split: Split, query_id: &str) -> String {
     }
 }
 
-/// The query that a request brings along, as a row.
+/// The query that a request contains, as a row.
 fn inline_row(request: &RewardRequest) -> Option<QueryRow> {
     let RewardQuery::Inline(own) = &request.query else { return None };
     let id = query_id(&own.query, &own.user_profile, &own.history_summary);
@@ -270,7 +270,7 @@ fn inline_row(request: &RewardRequest) -> Option<QueryRow> {
     })
 }
 
-/// The teacher's rewrite is looked up again, where a reward reads its hits.
+/// The teacher's rewrite of an inline query; retrieval is called for it if a reward reads its hits.
 fn baseline_of(own: &InlineQuery) -> Baseline {
     match &own.baseline {
         Some(rewrite) => Baseline::Rewritten { rewrite: rewrite.clone(), hits: None, cost: None, latency_ms: None },

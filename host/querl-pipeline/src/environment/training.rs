@@ -16,7 +16,7 @@ use std::time::Instant;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     Rollout,
-    /// Validation; the same queries are judged each time, so that evaluations can be compared.
+    /// Validation: the same queries are judged each time, so that evaluations can be compared.
     Validation,
 }
 
@@ -45,7 +45,7 @@ impl TrainingEnvironment {
             Phase::Validation => ("val", Split::Val),
         };
         let id = format!("{phase}-{step:06}/{}/{}", query.id, response.sample_index);
-        // A query that is drawn twice for one batch has two groups, which may be scored in different parts of the batch.
+        // A query that occurs twice in a batch has two groups, which may be scored in different parts of the batch.
         let group_id = match response.sample_index / self.n_samples {
             0 => format!("{phase}-{step:06}/{}", query.id),
             n_before => format!("{phase}-{step:06}/{}#{}", query.id, n_before + 1),

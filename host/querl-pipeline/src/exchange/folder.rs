@@ -128,12 +128,12 @@ fn copy_plugins(run: &ExportedRun, out: &Path) -> anyhow::Result<Vec<LockEntry>>
     Ok(entries)
 }
 
-/// A plugin's id as a part of a file's name.
+/// A plugin's id, for use in a file name.
 fn file_name(id: &str) -> String {
     id.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' }).collect()
 }
 
-/// Where the configuration names its plugins, in the order of their lock.
+/// The paths of the plugins in the configuration, in the order of the lock file.
 fn plugin_paths(config: &mut Config) -> Vec<&mut PathBuf> {
     let plugins = &mut config.plugins;
     let filters = plugins.filters.iter_mut().map(|plugin| &mut plugin.path);
@@ -141,7 +141,7 @@ fn plugin_paths(config: &mut Config) -> Vec<&mut PathBuf> {
     std::iter::once(&mut plugins.prompt.path).chain(filters).chain(rewards).collect()
 }
 
-/// What the reward reads of a configuration. Teacher and evaluation are left out, and what belongs to the machine of the run.
+/// The part of the configuration that the reward reads: without teacher, evaluation, and settings of the run's machine.
 fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> Config {
     let n = reward.n_processes.max(1);
     let mut config = config.clone();
@@ -152,7 +152,7 @@ fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> Config {
     config.fallback_teacher = EndpointConfig::default();
     config.data.input = None;
     config.data.dataset = DatasetConfig { train: Some(reward.rows.into()), ..DatasetConfig::default() };
-    // The rows have it only where a reward reads columns.
+    // The rows have this column only if a reward reads columns.
     config.data.group_column = None;
     config.plugins.style_model.audit = None;
     config.cache.path = None;
@@ -264,7 +264,7 @@ impl EngineFiles<'_> {
     }
 }
 
-/// The reward parses responses as training does: `querl.toml` has the key.
+/// A note on the rewrite form: the reward parses responses as in training, because `querl.toml` has the key.
 fn note_on_form(config: &Config, engine: &str) -> Option<String> {
     (config.data.rewrite_form == RewriteForm::Edit).then(|| {
         format!(

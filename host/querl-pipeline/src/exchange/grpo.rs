@@ -5,7 +5,7 @@ use super::mapping::{Mapping, float};
 use super::source::ExportedRun;
 use querl_core::config::{BaseDtype, LossAgg, LrScheduler, PolicyLossKind, RlConfig};
 
-/// Samples of a query where the run takes one: the default of both.
+/// Number of samples per query if the run has one: the default of both engines.
 const N_SAMPLES: usize = 8;
 
 /// Batch sizes and step counts in the units of TRL and ms-swift.
@@ -25,7 +25,7 @@ impl GrpoSizes {
     pub(super) fn of(run: &ExportedRun) -> Self {
         let rl = &run.config.rl;
         let n_samples = if rl.n_samples < 2 { N_SAMPLES } else { rl.n_samples };
-        // An incomplete batch is dropped: a larger one than the split would train nothing.
+        // Incomplete batches are dropped: with a batch larger than the split, nothing would be trained.
         let batch = rl.batch_size.min(run.train.len()) * n_samples;
         let mini_batch = largest_divisor(batch, rl.mini_batch_size);
         let pass = largest_divisor(mini_batch, mini_batch.div_ceil(rl.gradient_accumulation_steps));

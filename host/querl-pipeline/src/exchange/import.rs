@@ -93,7 +93,8 @@ fn facts(format: CheckpointFormat, folder: &Path, adapter: &Path, metrics: &Rows
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 
-/// Where `lora_adapter` is below a checkpoint: of the merger's folder, of `global_step_N` with or without the folder of `merge.sh`.
+/// Paths of `lora_adapter` relative to a checkpoint: in the merger's folder, or in `global_step_N` with or without the folder of
+/// `merge.sh`.
 const PLACES_OF_VERL: [&str; 6] = [
     "lora_adapter",
     "merged/lora_adapter",
@@ -123,11 +124,11 @@ fn find_adapter(format: CheckpointFormat, folder: &Path) -> Result<PathBuf, Stop
     }))
 }
 
-/// The keys of `adapter_config.json`. Refuses a scale of 0, with which the adapter changes nothing, or below, and another task.
+/// The keys of `adapter_config.json`. Refuses a scale of 0 (the adapter would have no effect) or below, and other task types.
 fn check_settings(format: CheckpointFormat, adapter: &Path) -> anyhow::Result<Value> {
     let path = adapter.join(CONFIG);
     let text = read_text_bounded(&path, MAX_BYTES).with_context(|| format!("{}: cannot be read", path.display()))?;
-    // What is not JSON, or is of another type, is refused where the adapter is read.
+    // Invalid JSON is refused later, when the adapter is read.
     let settings: Value = serde_json::from_str(&text).unwrap_or_default();
     let refuse =
         |what: String| -> anyhow::Result<Value> { Err(Stop::usage(format!("{}: {what}", path.display())).into()) };
@@ -154,8 +155,8 @@ fn check_settings(format: CheckpointFormat, adapter: &Path) -> anyhow::Result<Va
     }
 }
 
-/// Refuses an adapter of a merged model, `merged` of a folder of `querl export openrlhf`, and returns a warning about one of another base by its
-/// name. Shapes alone do not tell two models of one architecture apart.
+/// Refuses an adapter of a merged model, `merged` of a folder of `querl export openrlhf`, and returns a warning if the name of the base
+/// differs, because shapes do not distinguish two models of the same architecture.
 fn check_base(adapter: &Path, name: &str, base: &Path) -> Result<Option<String>, Stop> {
     let own = Path::new(name);
     let names = |path: &Path| [file_name(path).to_lowercase(), model_name(path).to_lowercase()];
@@ -191,7 +192,7 @@ fn model_name(path: &Path) -> String {
 
 const MAX_BYTES: u64 = 1 << 30;
 
-/// Figures of one step by name.
+/// Metrics of one step by name.
 type Row = BTreeMap<String, f64>;
 
 /// The rows by their steps.
@@ -211,7 +212,7 @@ fn find_log(format: CheckpointFormat, folder: &Path, adapter: &Path) -> Option<P
     places.into_iter().find(|place| place.is_file())
 }
 
-/// The folder `global_step_N` that `folder` is or is in; `folder` itself where there is none. Two paths, since links may be among its parents.
+/// The folder `global_step_N` that is `folder` or contains it; `folder` itself if there is none. Two paths, because parents may be links.
 fn checkpoints(folder: &Path) -> Vec<PathBuf> {
     let paths = [std::path::absolute(folder), folder.canonicalize()].into_iter().flatten();
     let checkpoint = |path: PathBuf| {
@@ -233,7 +234,7 @@ fn step_in_name(path: &Path) -> Option<u64> {
     path.file_name()?.to_str()?.strip_prefix("global_step_")?.parse().ok()
 }
 
-/// The steps up to `last_step`. Rows of one step are merged: later figures replace earlier ones of the same name.
+/// Reads the steps up to `last_step`. Rows of one step are merged: later metrics replace earlier ones of the same name.
 fn read_log(path: &Path, last_step: u64) -> anyhow::Result<RowsByStep> {
     let rows = if path.file_name().is_some_and(|name| name == STATE) { read_state(path)? } else { read_lines(path)? };
     let mut steps = RowsByStep::new();
@@ -243,7 +244,8 @@ fn read_log(path: &Path, last_step: u64) -> anyhow::Result<RowsByStep> {
     Ok(steps)
 }
 
-/// `{"step": 3, "data": {...}}` of verl, or the figures next to `step`. A last line that the training did not complete is skipped.
+/// Reads lines `{"step": 3, "data": {...}}` of verl, or lines with metrics next to `step`. A last line that the training did not complete
+/// is skipped.
 fn read_lines(path: &Path) -> anyhow::Result<Vec<(u64, Row)>> {
     let text = null_non_finite(&read_text(path)?);
     let mut rows = Vec::new();
@@ -265,7 +267,7 @@ fn read_lines(path: &Path) -> anyhow::Result<Vec<(u64, Row)>> {
     Ok(rows)
 }
 
-/// `log_history` of transformers' Trainer.
+/// Reads `log_history` of transformers' Trainer.
 fn read_state(path: &Path) -> anyhow::Result<Vec<(u64, Row)>> {
     let state: Value = serde_json::from_str(&null_non_finite(&read_text(path)?)).map_err(|error| {
         Stop::usage(format!("{}: not JSON ({error}); move the file away to import without metrics", path.display()))
@@ -290,7 +292,7 @@ fn null_non_finite(text: &str) -> String {
             rest = &rest[token.len()..];
             continue;
         }
-        // A string does not go over the end of a line: a torn line does not reach the next one.
+        // A string ends at the end of the line, so that an incomplete line does not affect the next one.
         is_in_string = c != '\n' && is_in_string != (c == '"' && !is_escaped);
         is_escaped = is_in_string && c == '\\' && !is_escaped;
         out.push(c);
@@ -347,7 +349,7 @@ mod tests {
         let verl = refusal(check_settings(CheckpointFormat::Verl, folder.path()));
         assert!(verl.contains("lora_alpha is 0; verl's merger") && verl.contains("lora_train_meta.json"), "{verl}");
         assert!(refusal(check_settings(CheckpointFormat::Peft, folder.path())).contains("changes nothing"));
-        // Regression: these were imported.
+        // Regression: these adapters were imported.
         let cases = [
             (r#"{"lora_alpha": -3}"#, "lora_alpha is -3; expected a number above 0"),
             (
@@ -365,7 +367,7 @@ mod tests {
         check_settings(CheckpointFormat::Verl, folder.path()).unwrap();
     }
 
-    /// Regression: an adapter of any model of the same shapes was imported without a word.
+    /// Regression: an adapter of any model of the same shapes was imported without a warning.
     #[test]
     fn an_adapter_of_a_merged_model_is_refused_and_one_of_another_base_is_a_warning() {
         let check = |name: &str, base: &str| {
@@ -441,12 +443,12 @@ mod tests {
         let text = "{\"step\": 1, \"a\": 1}\n{\"step\": 1, \"b\": 2}\n{\"step\": 2, \"a";
         let path = put(folder.path(), "metrics.jsonl", text);
         assert_eq!(read_log(&path, 9).unwrap(), RowsByStep::from([(1, row(&[("a", 1.0), ("b", 2.0)]))]));
-        // The same with an end is damage.
+        // The same line with a line break means a damaged file.
         put(folder.path(), "metrics.jsonl", &format!("{text}\n"));
         assert!(refusal(read_log(&path, 9)).contains(":3: not a JSON object"));
     }
 
-    /// Regression: such a file was an import with metrics of 0 steps.
+    /// Regression: such a file gave an import with metrics of 0 steps.
     #[test]
     fn a_state_without_a_log_is_refused() {
         let folder = tempfile::tempdir().unwrap();

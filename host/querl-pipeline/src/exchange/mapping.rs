@@ -5,12 +5,12 @@ use querl_core::config::{Config, RlConfig, SftConfig};
 use std::fmt::Write;
 use toml::{Table, Value};
 
-/// What becomes of a key.
+/// The equivalent of a configuration key in the engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Equivalent {
     /// Settings of the engine.
     Settings(Vec<String>),
-    /// The reward reads it from `querl.toml`, and it means the same there.
+    /// The reward reads the key from `querl.toml`, with the same meaning.
     Reward,
     None,
 }
@@ -18,7 +18,7 @@ enum Equivalent {
 #[derive(Debug, Clone)]
 struct MappedKey {
     key: String,
-    /// As in TOML; empty if it is not set.
+    /// The value as in TOML; empty if not set.
     value: String,
     is_default: bool,
     equivalent: Equivalent,
@@ -55,7 +55,7 @@ impl Mapping {
         self.set(key, &settings, note);
     }
 
-    /// Adds a key without an equivalent. `note` says why, and which value of the key would be what the engine does.
+    /// Adds a key without an equivalent. `note`: the reason, and the value of the key that corresponds to the engine's behaviour.
     pub(super) fn none(&mut self, key: &str, note: &str) {
         self.add(key, Equivalent::None, note);
     }
@@ -126,12 +126,12 @@ impl Mapping {
     }
 }
 
-/// A flag has no value.
+/// A setting as text; a flag has no value.
 fn shown(name: &str, value: &str) -> String {
     if value.is_empty() { name.to_owned() } else { format!("{name}={value}") }
 }
 
-/// A cell of a table; no value where the text is empty.
+/// A text as code in a table cell; empty for an empty text.
 fn code(text: &str) -> String {
     if text.is_empty() { "not set".into() } else { format!("`{}`", text.replace('|', "\\|")) }
 }

@@ -39,19 +39,19 @@ const FILES: [(&str, &str); 5] = [
     ("train.sh", include_str!("files/openrlhf/train.sh")),
 ];
 
-/// In place of a limit that is off: a value that is never reached.
+/// The value for a disabled limit, which is never reached.
 const NO_LIMIT: &str = "1000000.0";
 
 /// Sizes in OpenRLHF's units.
 struct Sizes {
     n_samples: usize,
-    /// Queries of a rollout batch.
+    /// Number of queries per rollout batch.
     batch: usize,
-    /// Responses of an optimizer step.
+    /// Number of responses per optimizer step.
     mini_batch: usize,
-    /// Passes over the training split.
+    /// Number of passes over the training split.
     episodes: usize,
-    /// Tokens of a prompt with a response, with room for another chat template and a round number.
+    /// Maximum number of tokens of a prompt with its response, rounded up and with a margin for another chat template.
     length: usize,
 }
 
@@ -88,7 +88,7 @@ fn mapping(run: &ExportedRun, sizes: &Sizes) -> anyhow::Result<Mapping> {
     Ok(mapping)
 }
 
-/// Why OpenRLHF does not have the average of a run, and the one that takes its place.
+/// The reason why OpenRLHF lacks the run's loss aggregation, and the one used instead.
 fn lost_average(rl: &RlConfig) -> Option<(&'static str, LossAgg)> {
     match (rl.policy_loss, rl.loss_agg_in_force()) {
         (_, LossAgg::SeqMeanTokenMean) => None,
@@ -241,7 +241,7 @@ fn optimizers(m: &mut Mapping, rl: &RlConfig) {
     let decays = ["actor.adam.weight_decay", "critic.adam.weight_decay"];
     m.set_all("rl.weight_decay", &decays, &float(rl.weight_decay), "");
     m.set_all("rl.max_grad_norm", &["actor.max_norm", "critic.max_norm"], &float(rl.max_grad_norm), "");
-    // As in querl and transformers; OpenRLHF has 0.95.
+    // As in querl and transformers; OpenRLHF's default is 0.95.
     for name in ["actor.adam.betas", "critic.adam.betas"] {
         m.fixed(name, "0.9 0.999");
     }

@@ -121,7 +121,7 @@ impl ExportedRun {
         (there != own).then(note)
     }
 
-    /// Note on a LoRA alpha that is rounded, for an engine that takes an integer; `None` if it is an integer.
+    /// Note on a LoRA alpha that is rounded, for an engine that requires an integer; `None` if it is an integer.
     pub(super) fn alpha_note(&self, engine: &str) -> Option<String> {
         let alpha = self.lora().1;
         let note = || format!("lora_alpha is {alpha}, and {engine} takes an integer: it is rounded");
@@ -129,7 +129,7 @@ impl ExportedRun {
     }
 }
 
-/// What fine-tuning left, or the configured model without it.
+/// The model after fine-tuning, or the configured model without it.
 fn sft_base(config: &Config, dir: &RunDir, ledger: &Ledger) -> anyhow::Result<Base> {
     let is_finished = ledger.entry(StageName::Sft.as_str()).is_some_and(|entry| entry.finished);
     if !is_finished {

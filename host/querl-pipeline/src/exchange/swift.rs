@@ -61,7 +61,7 @@ fn mapping(run: &ExportedRun, sizes: &GrpoSizes) -> anyhow::Result<Mapping> {
     grpo::batches(&mut mapping, rl, sizes, (&pass, note));
     sampling(&mut mapping, rl);
     grpo::optimizer(&mut mapping, rl, sizes, str::to_owned);
-    // As in querl and transformers; ms-swift has 0.95.
+    // As in querl and transformers; ms-swift's default is 0.95.
     mapping.fixed("adam_beta2", "0.999");
     grpo::intervals(&mut mapping, rl, sizes);
     mapping.early_stopping(rl, "ms-swift", "; see its `early_stop_interval`");
@@ -156,7 +156,7 @@ fn lora(m: &mut Mapping, run: &ExportedRun) {
 
 fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
     let mut notes = Vec::new();
-    // RAFT is among the keys without an equivalent, which those at their default are not.
+    // RAFT is listed with the keys without an equivalent; keys at their default are not listed.
     if run.config.rl.algorithm == RlAlgorithm::Ppo {
         notes.push("rl.algorithm is replaced by GRPO, which is what train.sh trains with".to_owned());
     }

@@ -133,7 +133,7 @@ fn sampling(m: &mut Mapping, rl: &RlConfig) {
     m.none("rl.stop_strings", "TRL does not pass its tokenizer to generation, which stop strings need");
 }
 
-/// Arguments of a new adapter, where there is none of SFT.
+/// Arguments of a new adapter, if there is no SFT adapter.
 fn lora(run: &ExportedRun) -> String {
     let (rank, alpha) = run.lora();
     let sft = &run.config.sft;
@@ -151,7 +151,7 @@ fn lora(run: &ExportedRun) -> String {
     python_lines(&settings.map(|(name, value)| (name.to_owned(), value)))
 }
 
-/// Keyword arguments, one a line.
+/// Keyword arguments, one per line.
 fn python_lines(settings: &[(String, String)]) -> String {
     let mut lines = String::new();
     for (name, value) in settings {
@@ -162,7 +162,7 @@ fn python_lines(settings: &[(String, String)]) -> String {
 
 fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
     let (rl, mut notes) = (&run.config.rl, Vec::new());
-    // Another one is among the keys without an equivalent, which those at their default are not.
+    // Other algorithms are listed with the keys without an equivalent; keys at their default are not listed.
     if rl.algorithm == RlAlgorithm::Ppo {
         notes.push("rl.algorithm is replaced by GRPO, which is what grpo.py trains with".to_owned());
     }
@@ -195,7 +195,7 @@ mod tests {
         let mapping = mapped(&run(text));
         let value = |name: &str| mapping.value(name).unwrap_or_else(|| panic!("{name}"));
         assert_eq!(value("generation_batch_size"), "12");
-        // 4 is the largest divisor of 12 up to 5: three updates an epoch.
+        // 4 is the largest divisor of 12 up to 5: three updates per epoch.
         assert_eq!((value("per_device_train_batch_size"), value("gradient_accumulation_steps")), ("2", "2"));
         assert_eq!((value("max_steps"), value("warmup_steps")), ("60", "6"));
         assert_eq!(value("lr_scheduler_type"), "\"constant_with_warmup\"");

@@ -9,11 +9,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::LazyLock;
 
-/// Above this size a file of a model folder counts by size and time of change instead of content: reading gigabytes of
+/// Files of a model folder above this size are identified by size and modification time instead of content, because reading gigabytes of
 /// weights before every run would take longer than most runs of a small model.
 const LARGEST_READ_BYTES: u64 = 256 << 20;
 
-/// Beginnings or ends of names, each with the input that decides whether a stage has them at all.
+/// Prefixes or suffixes of input names, each with the controlling input, without which a stage does not have them.
 const FOLLOWED: [(&str, &str); 20] = [
     (FORMS_OF_EDITS, "data.rewrite_form"),
     ("tenant", "data.rewrite_form"),
@@ -97,7 +97,7 @@ impl Inputs {
                 format!("put the file back, or run `querl {stage} CONFIG --from {stage}` to make the result again");
             return Err(Stop::usage(format!("{}: {problem}; {remedy}", ledger.path().display())).into());
         }
-        // A folder that lost all its files is reported by its recorded digests.
+        // A folder that lost all of its files is reported with its recorded digests.
         if entry.is_none_or(|entry| entry.outputs.is_empty() && !path.exists()) {
             let message = format!("{}: not there yet; run `querl {stage}` first, or `querl run`", path.display());
             return Err(Stop::usage(message).into());
@@ -154,7 +154,7 @@ impl Inputs {
         if let Some(arithmetic) = arithmetic {
             exact.text("device", arithmetic);
         }
-        // So that a new key at its default leaves the fingerprint as it was.
+        // A new key at its default must not change the fingerprint.
         let set = exact.0.iter().filter(|(name, value)| DEFAULTS.get(*name) != Some(*value));
         let lines: String = set.map(|(name, value)| format!("{name:?} {value:?}\n")).collect();
         querl_core::fsx::digest_hex(lines.as_bytes())
@@ -244,7 +244,7 @@ pub(crate) fn is_of_model(file: &str) -> bool {
     starts || NAMES.contains(&file) || file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json")
 }
 
-/// The files of a folder whose names are `wanted`, its own folders left out.
+/// Digest of the files of a folder whose names are `wanted`, without subfolders.
 fn digest_folder(path: &Path, wanted: impl Fn(&str) -> bool) -> anyhow::Result<String> {
     let unreadable = || format!("{}: cannot be read", path.display());
     let mut lines = Vec::new();
@@ -350,11 +350,11 @@ mod tests {
         let edit = of(&[&of_retrieval[..], &[("data.rewrite_form", "\"edit\""), ("data.split_seed", "42")]].concat());
         assert_eq!(edit.changed_since(&full), ["data.rewrite_form"]);
         assert_eq!(full.changed_since(&edit), ["data.rewrite_form"]);
-        // Of before the key.
+        // A ledger from before the key existed.
         assert_eq!(edit.changed_since(&of(&[("data.split_seed", "42")])), ["data.rewrite_form"]);
         let other = of(&[&of_retrieval[1..], &[("retrieval.kind", "\"embedded\""), ("data.split_seed", "1")]].concat());
         assert_eq!(other.changed_since(&of(&of_retrieval)), ["data.split_seed", "retrieval.kind"]);
-        // A file that is new on its own counts.
+        // A new file without a changed controlling key counts as a change.
         let more = of(&[&of_retrieval[..], &[("synonyms", "bb")]].concat());
         assert_eq!(more.changed_since(&of(&of_retrieval)), ["synonyms"]);
     }

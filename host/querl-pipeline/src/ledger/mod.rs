@@ -464,7 +464,7 @@ mod tests {
             let at = cut.index(bytes.len());
             std::fs::write(&path, &bytes[..at]).unwrap();
             match Ledger::open(&path) {
-                // The last byte is a line end.
+                // The last byte is a line break.
                 Ok(ledger) => prop_assert_eq!(ledger.entry("rl").zip(ledger.entry("sft")), Some((&written, &written))),
                 Err(error) => prop_assert!(sentence(&error), "{error:#}"),
             }

@@ -117,7 +117,7 @@ impl Outputs {
     }
 }
 
-/// With `/` on every system.
+/// Relative path with `/` on every system.
 fn relative(root: &Path, path: &Path) -> String {
     let path = path.strip_prefix(root).unwrap_or(path);
     path.iter().map(|part| part.to_string_lossy()).collect::<Vec<_>>().join("/")

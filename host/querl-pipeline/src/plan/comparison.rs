@@ -6,12 +6,12 @@ use querl_core::records::{Split, retrieval_quality};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The difference that should be seen.
+/// The difference that should be detected.
 const POINTS: f64 = 0.05;
 /// Quantiles of the normal distribution: 95 % two-sided, and 80 % power.
 const Z_95: f64 = 1.96;
 const Z_POWER_80: f64 = 0.84;
-/// With fewer groups the standard deviation of their differences is not estimated.
+/// Minimum number of groups for estimating the standard deviation of differences.
 const MIN_GROUPS: usize = 8;
 /// Standard deviation of the difference of two independent coin flips, the largest of an uncorrelated pair: `sqrt(2 * 0.25)`.
 const WORST_CASE: f64 = std::f64::consts::FRAC_1_SQRT_2;
@@ -47,7 +47,7 @@ impl ComparisonFacts {
     pub(super) fn of(n_test_groups: usize, rows: &[LookedUpRow]) -> Self {
         let differences = differences(rows);
         let known = standard_deviation(&differences).filter(|_| differences.len() >= MIN_GROUPS);
-        // Equal on every row: nothing is known of systems that differ.
+        // Equal on every row: the deviation for systems that differ is unknown.
         let (deviation, source) = match known.filter(|deviation| *deviation > 0.0) {
             Some(deviation) => (deviation, DeviationSource::ValidationRows),
             None => (WORST_CASE, DeviationSource::WorstCase),
@@ -90,7 +90,7 @@ impl ComparisonFacts {
     }
 }
 
-/// Teacher minus raw query, of each group the mean: top-1 where gold passages are known, else the retrieval quality.
+/// Mean difference of teacher and raw query in each group: of top-1 if gold passages are known, else of the retrieval quality.
 fn differences(rows: &[LookedUpRow]) -> Vec<f64> {
     let val = || rows.iter().filter(|row| row.split == Split::Val);
     let has_gold = val().any(|row| !row.gold_ids.is_empty());

@@ -4,7 +4,7 @@ use super::advice::{Advice, Level, percent, share};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Training rows that the source plan expects at least (section 1.5); `stages/funnel.rs` warns below the same number.
+/// Expected minimum number of training rows; `stages/funnel.rs` warns below the same number.
 const FEW_TRAINING_ROWS: usize = 240;
 
 /// Writing system of a letter.
@@ -92,7 +92,7 @@ impl TextFacts {
     }
 }
 
-/// Japanese has kana between its Han characters, Korean may have Han characters between its Hangul.
+/// The language by the shares of scripts. Japanese mixes kana with Han characters; Korean may mix Han characters with Hangul.
 fn language(scripts: &BTreeMap<Script, f64>) -> &'static str {
     let share = |script| scripts.get(&script).copied().unwrap_or(0.0);
     if share(Script::Kana) > 0.05 {

@@ -7,12 +7,12 @@ use serde::Serialize;
 
 /// Number of passages that a lookup retrieves to determine the rank of the gold passage.
 pub(super) const DEPTH: usize = 50;
-/// Points of top-1 by which the oracle must exceed the raw query for rewriting to have much to gain.
+/// Minimum difference of the oracle's top-1 from the raw query's; below it rewriting can gain little.
 const LITTLE_HEADROOM: f64 = 0.03;
-/// Share of gold passages that neither side finds among [`DEPTH`], above which retrieval and not the rewrite is the limit.
+/// Share of gold passages that neither rewrite retrieves among [`DEPTH`]; above it, retrieval is the limit and not the rewrite.
 const MANY_ABSENT: f64 = 0.3;
 
-/// Standard errors of half a 95% interval.
+/// Half width of a 95% interval in standard errors.
 const Z: f64 = 1.96;
 
 /// Passages that one search text retrieves.
@@ -175,7 +175,7 @@ impl SideFigures {
         }
     }
 
-    /// Top-1 where gold passages are known, else the retrieval quality.
+    /// Top-1 if gold passages are known, else the retrieval quality.
     fn figure(&self) -> f64 {
         self.top1.unwrap_or(self.quality)
     }
@@ -227,7 +227,7 @@ impl SplitHeadroom {
         }
     }
 
-    /// Whether query and history retrieve better than the query alone.
+    /// True if query and history retrieve better than the query alone, significantly.
     fn history_gain_is_shown(&self) -> bool {
         let [.., error] = self.errors;
         self.with_history.is_some_and(|side| is_shown(side.figure() - self.raw.figure(), error))
@@ -249,7 +249,7 @@ impl SplitHeadroom {
     }
 }
 
-/// Whether a difference is larger than chance.
+/// True if a difference is statistically significant.
 fn is_shown(difference: f64, error: Option<f64>) -> bool {
     error.is_some_and(|error| difference > Z * error)
 }
@@ -407,13 +407,13 @@ mod tests {
         assert_eq!(good.level, Level::Ok);
         assert!(good.finding.starts_with("train (2 rows): top-1 raw 0 %, teacher 50 %, oracle 50 %"), "{good:?}");
         assert_eq!(of(&[]).level, Level::Unknown);
-        // Regression: a win rate that counts shared words stood against a top-1 that said the contrary.
+        // Regression: a win rate that counts shared words was shown together with a contradicting top-1.
         let win_rate = "win rate of the teacher";
         let of_words = TeacherHeadroom::of(&[row(Split::Train, miss, hit)], 0, false).advice();
         assert!(good.finding.contains(win_rate) && !of_words.finding.contains(win_rate), "{of_words:?}");
     }
 
-    /// Symptom: RL was trained for a gain that query and history have without training.
+    /// Symptom: RL was trained for a gain that query plus history have without training.
     #[test]
     fn what_query_and_history_retrieve_is_said_before_training() {
         let mut rows = vec![row(Split::Train, (&["x"], 0.1), (&["g"], 0.9)); 4];

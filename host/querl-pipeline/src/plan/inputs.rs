@@ -98,7 +98,7 @@ impl PlanInputs {
     }
 }
 
-/// `None` where a service has the passages.
+/// The passages of the knowledge base; `None` if a service has them.
 fn known_passages(config: &Config) -> anyhow::Result<Option<Vec<String>>> {
     match (config.retrieval.kind, &config.retrieval.knowledge_base) {
         (RetrievalKind::Embedded, Some(path)) => {
@@ -108,7 +108,7 @@ fn known_passages(config: &Config) -> anyhow::Result<Option<Vec<String>>> {
     }
 }
 
-/// Each passage once.
+/// The passages in the hits, without duplicates.
 fn passages_of_hits(validated: &[ValidatedRecord]) -> Vec<String> {
     let hits = validated.iter().filter_map(|record| record.retrieval.as_ref()?.as_ref().ok()).flatten();
     let mut seen = HashSet::new();

@@ -13,9 +13,9 @@ use querl_data::{ServiceContext, open_retriever};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Rows of a split that are looked up in the embedded index.
+/// Maximum number of rows per split with an embedded index.
 const ROWS_OF_INDEX: usize = 200;
-/// Rows of a split where a service is called, or a model in this process computes: at most five lookups of a row.
+/// Maximum number of rows per split if a service or a local model is called: at most five retrievals per row.
 const ROWS_OF_SERVICE: usize = 16;
 
 /// Rows whose raw query and teacher's rewrite were looked up, and the number of rows whose lookup failed.
@@ -60,7 +60,7 @@ fn rewrite_of(record: &ValidatedRecord) -> Option<(&str, &str)> {
     Some((record.rewritten.query.id.as_str(), completion.text.as_str()))
 }
 
-/// More passages without a threshold.
+/// The retrieval configuration with more passages and without a threshold.
 fn deep(retrieval: &RetrievalConfig) -> RetrievalConfig {
     let mut deep = retrieval.clone();
     (deep.top_k, deep.score_threshold) = (DEPTH, 0.0);
@@ -95,7 +95,7 @@ impl Retrievers {
         Ok(LookedUpRow { split, group: query.group.clone(), gold_ids, raw, with_history, teacher })
     }
 
-    /// Without gold passages there is no rank to find.
+    /// Retrieves once more for the rank, if there are gold passages.
     async fn look_up(&self, query: &QueryRow, text: &str) -> Result<Lookup, CallFailure> {
         let hits = retrieve(self.configured.as_ref(), query, text).await?;
         let deep_rank = match query.gold_ids.is_empty() {

@@ -9,17 +9,18 @@ use querl_model::{Decoder, PackedBatch, Pass, TextTokenizer, Weights};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Most texts of one kind that are computed.
+/// Maximum number of texts of one kind.
 const MAX_TEXTS: usize = 64;
-/// Most tokens of a passage that are computed.
+/// Maximum number of tokens of a passage.
 const MAX_PASSAGE_TOKENS: usize = 256;
-/// Nats per token above which a base is noise on these texts: one that ended fine-tuning with 5.6 repeated a single character.
+/// Nats per token above which a base model produces noise on these texts: a model that ended fine-tuning with 5.6 repeated a single
+/// character.
 const NOISE_NATS: f64 = 4.5;
-/// Nats per token above which fine-tuning has much to teach.
+/// Nats per token above which fine-tuning has much to learn.
 const WEAK_NATS: f64 = 3.5;
-/// A base within this share of a unigram model's loss uses none of the context.
+/// A base model with a loss above this share of a unigram model's loss uses none of the context.
 const UNIGRAM_SHARE: f64 = 0.9;
-/// The same for a base that uses little of it: less than a quarter of what the token frequencies leave open. Not measured.
+/// The same for a base model that uses little of the context: less than a quarter of what token frequencies leave open. Not measured.
 const WEAK_UNIGRAM_SHARE: f64 = 0.75;
 
 /// Loss on one kind of text (rewrites or passages), summed over tokens.
@@ -146,7 +147,7 @@ pub(super) fn unigram_nats(sequences: &[Vec<u32>], vocab_size: usize) -> f64 {
     -counts.values().map(|&count| count as f64 * of_token(count)).sum::<f64>()
 }
 
-/// One text as tokens: those before `first` are given.
+/// One text as tokens; tokens before `first` are context without loss.
 struct Sequence {
     ids: Vec<u32>,
     first: usize,
@@ -249,7 +250,7 @@ mod tests {
         assert_eq!((fine.level, fine.finding.as_str()), (Level::Ok, expected));
     }
 
-    /// Regression: a base that had learned the passages by heart was ok, whatever it wrote.
+    /// Regression: a base model that had memorised the passages was rated ok, whatever it wrote.
     #[test]
     fn the_loss_on_rewrites_decides_where_it_is_known() {
         let of = |targets, passages| LossFacts { targets: Some(targets), passages: Some(passages) }.advice();

@@ -43,7 +43,7 @@ use std::path::Path;
 use std::sync::Arc;
 use tokens::coverage;
 
-/// Texts of one kind whose tokens are counted.
+/// Maximum number of texts of one kind whose tokens are counted.
 const N_TOKENIZED: usize = 256;
 
 /// Expensive parts of a plan to leave out.
@@ -120,7 +120,7 @@ pub fn plan(
     let (retrieval, test) = (RetrievalHeadroom::of(rows), ComparisonFacts::of(inputs.n_test_groups, rows));
     let rollout = run.as_ref().filter(|_| !inputs.train().is_empty());
     let rollout = rollout.map(|run| rollout::trial_rollout(run, inputs.train())).transpose();
-    // Also after a failure: what was paid for is recorded.
+    // Also after a failure, so that paid calls are recorded.
     let saved = run.as_ref().map_or(Ok(()), |run| run.outside.spend_tracker().save());
     let (rollout, advice) = (rollout?, Vec::new());
     saved?;
@@ -139,7 +139,7 @@ pub fn plan(
     Ok(Plan { advice: plan.in_words(has_dataset, hub_name(config)), ..plan })
 }
 
-/// With the limits, cache and budget of the run.
+/// Runs retrieval for the plan, with the limits, cache and budget of the run.
 fn look_up(config: &Config, inputs: &PlanInputs, run: Option<&Run>) -> anyhow::Result<Option<LookedUp>> {
     if inputs.splits.is_none() {
         return Ok(None);
@@ -154,7 +154,7 @@ fn look_up(config: &Config, inputs: &PlanInputs, run: Option<&Run>) -> anyhow::R
     look_up_in(config, inputs, &outside_for_scoring(config)?, &runtime)
 }
 
-/// What was paid for is recorded, also after a failure.
+/// Runs retrieval; paid calls are recorded, also after a failure.
 fn look_up_in(
     config: &Config,
     inputs: &PlanInputs,
@@ -168,7 +168,7 @@ fn look_up_in(
     Ok(looked_up)
 }
 
-/// What the data stages were run with and the configuration has not. A file that is gone is for the stages to report.
+/// Settings and files that have changed since the data stages ran. Missing files are reported by the stages.
 fn changed(config: &Config, dir: &RunDir, run: Option<&Run>, has_dataset: bool) -> Vec<String> {
     if !has_dataset {
         return Vec::new();
@@ -204,7 +204,7 @@ impl Plan {
                 "make it with `querl model corpus` and `querl model pretrain`, or put one there, then plan again";
             match hub_name {
                 None => Advice::new("tokenizer", Level::Unknown, "there is no model at model.path yet", action),
-                // The path of a folder that is not made yet may have the form of a name.
+                // The path of a folder that does not exist yet may look like a model name.
                 Some(_) => {
                     let finding = "there is no model at model.path, and none of this name is downloaded";
                     let action = format!("leave out --no_model to download it, or {action}");
@@ -289,8 +289,8 @@ pub fn plan_on(config: &Config, cluster: Cluster, shapes: Option<DecoderConfig>)
     Ok(ScalePlan::new(config, &shapes, size, cluster))
 }
 
-/// Prompts and rewrites of the dataset. Of the table alone: prompts have the query's tokens and those of instructions, which are assumed to be
-/// as many as a usual prompt plugin has; responses are as long as the query.
+/// Sizes of prompts and responses of the dataset. If there is only a table, prompts have the query's tokens and an assumed number of tokens
+/// for the instructions of a typical prompt plugin, and responses are as long as the query.
 fn workload_size(config: &Config, inputs: &PlanInputs, tokenizer: &TextTokenizer) -> anyhow::Result<WorkloadSize> {
     const INSTRUCTION_TOKENS: f64 = 150.0;
     let (mut prompts, mut responses, mut queries) = (Vec::new(), Vec::new(), Vec::new());

@@ -23,14 +23,14 @@ use std::time::Duration;
 pub(super) const N_QUERIES: usize = 8;
 /// Number of samples per query of the trial rollout.
 pub(super) const N_SAMPLES: usize = 4;
-/// Name of the policy where fine-tuning is not finished.
+/// Name of the policy if fine-tuning is not finished.
 const BASE: &str = "base";
-/// Totals closer than this are equal.
+/// Tolerance for equal totals.
 const EQUAL: f64 = 1e-6;
 /// Shares of groups without variance.
 const WEAK_SHARE: f64 = 0.5;
 const BAD_SHARE: f64 = 0.9;
-/// Fewest characters, without spaces, of a text that can be repetitive.
+/// Minimum number of characters, without spaces, of a text that counts as repetitive.
 const MIN_REPETITIVE: usize = 6;
 
 /// Rewards and counts of one query's samples.
@@ -148,7 +148,7 @@ impl RolloutFacts {
     pub(super) fn advice_after(&self, base_model: Option<&Advice>) -> Advice {
         let own = self.advice();
         let is_noise = base_model.is_some_and(|base_model| base_model.level == Level::Bad);
-        // A policy that SFT made of it and that works needs nothing, and services that fail are no fault of the base.
+        // If the SFT policy works, no advice is needed; failing services are not caused by the base model.
         let fail = self.mean_reward.is_none() || self.dropped_share > WEAK_SHARE;
         if !is_noise || fail || (own.level == Level::Ok && self.policy != BASE) {
             return own;
@@ -169,7 +169,7 @@ pub(super) fn trial_rollout(run: &Run, train: &[DatasetRow]) -> anyhow::Result<R
     Ok(RolloutFacts::of(policy, &groups, rows.len() * N_SAMPLES))
 }
 
-/// The responses to each row.
+/// Generates responses to each row.
 fn sample(run: &Run, rows: &[DatasetRow]) -> anyhow::Result<(&'static str, Vec<Vec<PolicyResponse>>)> {
     let config = &run.config;
     let ledger = Ledger::open(&run.dir.stages())?;
@@ -213,7 +213,7 @@ fn sample(run: &Run, rows: &[DatasetRow]) -> anyhow::Result<(&'static str, Vec<V
     Ok((if is_trained { "sft" } else { BASE }, responses))
 }
 
-/// One batch, as in training: rewards that compare the samples of a group see all of it.
+/// Scores all responses as one batch, as in training, because rewards may compare the samples of a group.
 fn score(run: &Run, rows: &[DatasetRow], responses: &[Vec<PolicyResponse>]) -> anyhow::Result<Vec<SampledGroup>> {
     run.plugins.check_style()?;
     let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
@@ -261,8 +261,8 @@ fn score(run: &Run, rows: &[DatasetRow], responses: &[Vec<PolicyResponse>]) -> a
     Ok(responses.iter().map(group).collect())
 }
 
-/// Whether three of four characters equal the one a period before them, for a period of at most a third of the text: `鱼鱼鱼鱼鱼鱼`, `a b a b a b`.
-/// Spaces do not count.
+/// True if 75 % of characters equal the character one period before, for some period of at most a third of the text: `鱼鱼鱼鱼鱼鱼`, `a b a b a
+/// b`. Spaces do not count.
 fn is_repetitive(text: &str) -> bool {
     let characters: Vec<char> = text.chars().filter(|character| !character.is_whitespace()).collect();
     let repeats = |period: usize| {
@@ -326,7 +326,7 @@ mod tests {
         assert!(!others.into_iter().any(is_repetitive));
     }
 
-    /// Regression: on a base of random weights the advice was another prompt or more SFT.
+    /// Regression: for a base model with random weights the advice was another prompt or more SFT.
     #[test]
     fn on_a_base_that_is_noise_the_rollout_refers_to_the_base() {
         let base = |level| Advice::new("base model", level, "", "");

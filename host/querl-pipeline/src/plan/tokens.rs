@@ -7,12 +7,12 @@ use serde::Serialize;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 
-/// Most characters of a text that are counted.
+/// Maximum number of characters of a text.
 const MAX_CHARS: usize = 2000;
-/// Shares of fragments. A byte-level tokenizer makes three of a Chinese character that it does not know: 5 % are about one unknown
-/// character in fifty, 20 % one in ten.
+/// Shares of fragments. A byte-level tokenizer splits an unknown Chinese character into three: 5 % are about one unknown character in
+/// fifty, 20 % one in ten.
 const WEAK_FRAGMENTS: f64 = 0.05;
-/// Small byte-level vocabularies that learn well are below it: a third with examples/tiny-qwen3.
+/// Small byte-level vocabularies with good results are below it: a third with examples/tiny-qwen3.
 const BAD_FRAGMENTS: f64 = 0.5;
 
 /// Tokens per character above which a tokenizer is weak, and bad, for texts of a script. Byte-level BPE on the knowledge bases of the examples:
@@ -74,7 +74,7 @@ impl Coverage {
     }
 }
 
-/// Whether the text of one token is no whole character: bytes of one decode to U+FFFD, unknown and special tokens to nothing.
+/// True if a token's text is not a complete character: its bytes decode to U+FFFD; unknown and special tokens decode to nothing.
 fn is_fragment(text: &str) -> bool {
     text.is_empty() || text.contains('\u{fffd}') || (text.starts_with("<0x") && text.ends_with('>'))
 }
@@ -89,10 +89,10 @@ pub struct UnknownChars {
 }
 
 impl UnknownChars {
-    /// Share from which they are the cause of a weak coverage: each makes about three parts.
+    /// Share from which unknown characters cause a weak coverage: each has about three fragments.
     const MANY: f64 = 0.02;
 
-    /// `counts`: how often each occurs; `n_chars`: all characters but spaces.
+    /// `counts`: number of occurrences of each character; `n_chars`: number of all characters but spaces.
     fn of(counts: BTreeMap<char, usize>, n_chars: usize) -> Self {
         const N_EXAMPLES: usize = 12;
         let n_unknown: usize = counts.values().sum();
@@ -114,7 +114,7 @@ pub(super) fn coverage<'a>(
     let texts: Vec<&str> = texts.into_iter().collect();
     let script = TextFacts::of(texts.iter().copied()).main_script();
     let mut coverage = Coverage { script, ..Coverage::default() };
-    // Whether a token is a fragment, by id.
+    // Token ids that were classified as fragments or not.
     let mut known: HashMap<u32, bool> = HashMap::new();
     let (mut n_visible, mut unknown) = (0, BTreeMap::<char, usize>::new());
     for text in texts {

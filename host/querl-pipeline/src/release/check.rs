@@ -79,7 +79,7 @@ enum StoredVerdict {
 struct StoredAgainst {
     /// Name of the system compared with: `raw`, `teacher`, or a run's folder.
     name: String,
-    /// Model identity if compared with another run; `None` for `raw` and `teacher`.
+    /// Model identity of another run; `None` for `raw` and `teacher`.
     #[serde(flatten)]
     identity: Option<ModelIdentity>,
 }
@@ -156,7 +156,7 @@ impl Evaluated {
             || Stop::usage(format!("{name}: not evaluated yet; run `querl eval CONFIG` first, or `querl run CONFIG`"));
         let entry = entry.ok_or_else(not_evaluated)?;
         entry.outputs.check(dir.root(), StageName::Eval, &dir.eval_records())?;
-        // An evaluation of an earlier checkpoint, or with other decoding settings, is no evidence for this model.
+        // An evaluation of an earlier checkpoint, or with other decoding settings, does not apply to this model.
         let mut now = run.checkpoint_inputs()?;
         add_decoding(&mut now, &run.config)?;
         now.made_by(&ledger, StageName::Convert, &dir.split(Split::Test))?;
@@ -186,7 +186,7 @@ impl Evaluated {
         ComparedSystem { name, system, records: &self.records, seen: &self.seen }
     }
 
-    /// Refuses two evaluations whose scores mean different things.
+    /// Refuses two evaluations whose scores are not comparable.
     fn check_comparable(&self, other: &Self, metric: Metric) -> anyhow::Result<()> {
         let is_compared = |name: &str| is_of_scores(name, metric);
         let changed = self.inputs.only(is_compared).changed_since(&other.inputs.only(is_compared));
@@ -216,7 +216,7 @@ impl Evaluated {
     }
 }
 
-/// Whether an input of the evaluation changes the scores of a rewrite, and not the rewrite.
+/// True if an input of the evaluation affects the scores of a rewrite, but not the rewrite.
 fn is_of_scores(name: &str, metric: Metric) -> bool {
     const FILES: [&str; 4] = ["knowledge base", "lexicon", "user dictionary", "synonyms"];
     let ends = |model: &str| name == model || name.ends_with(&format!(" of {model}"));
@@ -255,7 +255,7 @@ pub(super) fn passed_check(
     let about = stored(dir)?.into_iter().filter(|evidence| is_against(evidence));
     let (fitting, outdated): (Vec<_>, Vec<_>) = about.partition(|evidence| evidence.model == *model);
     let is_lost = |evidence: &StoredEvidence| matches!(evidence.verdict, StoredVerdict::Lost);
-    // Of a first release raw and teacher are separate: a model may lose to its teacher.
+    // For a first release, raw and teacher are checked separately: a model may lose to its teacher.
     let is_same =
         |one: &StoredEvidence, other: &StoredEvidence| current.is_some() || one.against.name == other.against.name;
     let is_passed = |evidence: &StoredEvidence| {

@@ -65,7 +65,7 @@ impl FollowedReleases {
         release: &Release,
     ) -> Result<(), String> {
         let key = (role, tenant.to_owned());
-        // A service removes the model of a candidate that it ends.
+        // The service removes the model of a candidate that it ended.
         let is_loaded = self.models.models(role).iter().any(|model| model.name == tenant);
         if is_loaded && served.get(&key).is_some_and(|served| served.identity == release.identity) {
             return Ok(());

@@ -225,13 +225,13 @@ impl ReleasesFolder {
     /// Path of the run folder of a release.
     pub fn run_folder(&self, release: &Release) -> PathBuf {
         let shared = self.shared_folder();
-        // As the user would write it.
+        // The path as the user would write it.
         let here = std::env::current_dir().and_then(std::fs::canonicalize).unwrap_or_default();
         let folder = shared.join(&release.run);
         folder.strip_prefix(&here).map(Path::to_owned).unwrap_or(folder)
     }
 
-    /// Where the releases folder is: runs next to it may be moved with it.
+    /// Parent of the releases folder: runs in it may be moved together with it.
     fn shared_folder(&self) -> PathBuf {
         let parent = |folder: PathBuf| folder.parent().map(Path::to_owned);
         let missing = || std::fs::canonicalize(parent(std::path::absolute(&self.path).ok()?)?).ok();

@@ -84,7 +84,7 @@ pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyh
         run.warn_unfinished("deployed");
         deployment.model_bytes += write_tenant(run, &out.join(TENANTS).join(&tenant))?;
         deployment.tenants.push(tenant);
-        // After full fine-tuning the base is a checkpoint of the run, and copied with it.
+        // After full fine-tuning the base is a checkpoint of the run and is copied with it.
         deployment.has_base |= run.config.sft.method != TuningMethod::Full;
     }
     if let Some((model, digests)) = base_model.filter(|_| deployment.has_base) {
@@ -124,7 +124,7 @@ pub fn deployed_runs(folder: &Path) -> anyhow::Result<Option<Vec<PathBuf>>> {
     }
 }
 
-/// `line`: as `sha256sum` writes it.
+/// Checks a file against a line in the format of `sha256sum`.
 fn check_digest(folder: &Path, line: &str) -> anyhow::Result<()> {
     let Some((digest, name)) = line.split_once("  ") else { return Ok(()) };
     let path = folder.join(name);
@@ -139,17 +139,17 @@ fn check_digest(folder: &Path, line: &str) -> anyhow::Result<()> {
     Err(Stop::usage(message).into())
 }
 
-/// Configuration, tokenizer, chat template, and the headers of the weights.
+/// Checks configuration, tokenizer, chat template, and the headers of the weights.
 fn check_base(model: &Path) -> anyhow::Result<()> {
     querl_model::check_directory(model)?;
     querl_model::TextTokenizer::load(model)?;
     Ok(())
 }
 
-/// Bytes of the adapter or model.
+/// Writes the files of a tenant. Returns the size of the adapter or model in bytes.
 fn write_tenant(run: &ServedRun, folder: &Path) -> anyhow::Result<u64> {
     let (from, to) = (&run.dir, RunDir::new(folder));
-    run.trained_model()?; // Its files are as their stage wrote them.
+    run.trained_model()?; // checks that its files are unchanged
     let mut stages = BTreeSet::from([run.stage()]);
     if run.config.sft.method == TuningMethod::Full {
         stages.insert(StageName::Sft);
@@ -193,7 +193,8 @@ pub(crate) const MINIMAL_CONFIG: &str = r#"
     plugins = { prompt = { path = "none" }, rewards = [] }
 "#;
 
-/// What serving reads of a configuration; all else has its default, so that nothing of the machine that trained is in it.
+/// The part of the configuration that serving reads. All other keys are at their defaults, so that it contains no settings of the training
+/// machine.
 fn served_config(config: &Config, prompt: &str) -> anyhow::Result<Config> {
     let others: Config = toml::from_str(MINIMAL_CONFIG).context("internal error, please report it")?;
     let Config { tenant, seed, .. } = config;
@@ -216,7 +217,7 @@ fn served_config(config: &Config, prompt: &str) -> anyhow::Result<Config> {
     })
 }
 
-/// A tenant's name as the name of a folder.
+/// Converts a tenant's name to a folder name.
 fn folder_name(tenant: &str) -> Result<String, Stop> {
     let is_plain = |c: char| c.is_alphanumeric() || "-_.".contains(c);
     match !tenant.is_empty() && !tenant.starts_with('.') && tenant.chars().all(is_plain) {

@@ -10,7 +10,7 @@ use querl_core::serving::{EventSink, GenerationEvent};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
 
-/// Queries that are rewritten.
+/// Number of queries that are rewritten.
 const N_REQUESTS: usize = 3;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -27,7 +27,7 @@ impl EventSink for Waiting {
         true
     }
 
-    /// A full queue of clients is no reason to refuse a model.
+    /// Treated as a shadow request, because a full queue of clients must not fail the check of a model.
     fn is_shadow(&self) -> bool {
         true
     }

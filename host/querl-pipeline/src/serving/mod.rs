@@ -74,7 +74,7 @@ impl ServedModels {
             worker::start(base.decoder.clone(), base.tokenizer.clone(), options.engine, options.max_waiting)?;
         let (tenants, hosts) = (RwLock::default(), PluginHosts::default());
         let models = Arc::new(Self { base, options, tenants, hosts, engine, find });
-        // Tenants are checked by requests, which this thread computes.
+        // Checking a tenant needs requests, which this thread computes, so tenants are loaded by another thread.
         let loading = spawn("loading", move || {
             runs.iter().try_for_each(|run| models.add(run, Role::Current).map(drop))?;
             on_ready(models);
@@ -84,7 +84,7 @@ impl ServedModels {
         loading.join().unwrap_or_else(|_| anyhow::bail!("the thread that loads tenants panicked"))
     }
 
-    /// Loads a run and puts it in the place of the tenant's former model, once its golden requests are answered.
+    /// Loads a run and replaces the tenant's previous model, after its golden requests have passed.
     fn add(&self, run: &ServedRun, role: Role) -> anyhow::Result<Tenant> {
         let api_key = self.options.api_keys.get(&run.config.tenant).cloned();
         let model = Arc::new(TenantModel::load(run, &self.base, &self.hosts, role, api_key)?);

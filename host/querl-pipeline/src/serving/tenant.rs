@@ -34,7 +34,7 @@ pub struct ServedRun {
 }
 
 impl ServedRun {
-    /// Warns if a later training stage of the run has begun and is not finished. `what` happens to the model of the finished one.
+    /// Warns if a later training stage of the run has begun and is not finished. `what`: what is done with the model of the finished stage.
     pub(super) fn warn_unfinished(&self, what: &str) {
         if self.stage == StageName::Sft && self.dir.rl().exists() {
             let folder = self.dir.root().display();
@@ -49,7 +49,7 @@ impl ServedRun {
     pub fn in_folder(folder: &Path) -> anyhow::Result<Self> {
         let dir = run_in(folder)?;
         let mut config = load_resolved(&dir.config()).map_err(Stop::usage)?;
-        // Those of a deployment are relative; others are absolute.
+        // Paths of a deployment are relative; others are absolute.
         for path in [&mut config.model.path, &mut config.plugins.prompt.path] {
             if path.is_relative() && !is_registry_reference(path) {
                 let joined = folder.join(&*path);
@@ -110,7 +110,7 @@ impl ServedRun {
         Ok(inputs)
     }
 
-    /// The version of what is served, on a base with weights of type `dtype`.
+    /// The version string of the served model, on a base with weights of type `dtype`.
     fn version(&self, base: &str, dtype: BaseDtype, checkpoint: &str, plugin: &str) -> String {
         let (dtype, settings) = (dtype.name(), self.settings());
         let identity =
@@ -129,13 +129,14 @@ impl ServedRun {
         settings
     }
 
-    /// As in the evaluation.
+    /// The decoding settings, as in the evaluation.
     fn decoding(&self) -> (Decoding, SamplingSettings) {
         (Decoding::with_beams(self.config.eval.n_beams), querl_train::rl::sampling(&self.config.rl))
     }
 }
 
-/// Settings of the prompt plugin and of greedy decoding or beam search. Digests of them are stored: the keys, in alphabetical order, stay.
+/// Settings of the prompt plugin and of greedy decoding or beam search. Their digests are stored, so the keys and their alphabetical order
+/// must not change.
 fn settings(prompt: &PluginConfig, n_beams: usize, rl: &RlConfig) -> Value {
     json!({
         "max_new_tokens": rl.max_new_tokens,
@@ -311,7 +312,7 @@ impl TenantModel {
     }
 }
 
-/// In seconds; 0 before 1970.
+/// Seconds since 1970; 0 for earlier times.
 fn since_epoch(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
@@ -326,7 +327,7 @@ fn base_digest(path: &Path) -> anyhow::Result<String> {
 mod tests {
     use super::*;
 
-    /// Digests of this text are in histories of releases.
+    /// Release histories contain digests of this text.
     #[test]
     fn settings_of_an_identity_are_named_and_those_of_sampling_are_not_among_them() {
         let prompt: PluginConfig = toml::from_str("path = \"p\"\nsettings = { b = [1, 0.5], a = \"x\" }").unwrap();

@@ -31,9 +31,9 @@ pub(super) struct Question {
     pub(super) history: String,
 }
 
-/// What the threads of a server share.
+/// State that the threads of a server share.
 struct Shared {
-    /// Requests that are queued or running.
+    /// Number of queued and running requests.
     n_open: AtomicUsize,
     max_open: usize,
     next_id: AtomicU64,
@@ -115,7 +115,7 @@ impl EngineHandle {
     }
 }
 
-/// A request that the engine has.
+/// A request that was submitted to the engine.
 struct OpenRequest {
     n_prompt_tokens: usize,
     sampling: SamplingSettings,
@@ -125,23 +125,23 @@ struct OpenRequest {
     stream: Option<Arc<ChatStream>>,
     events: Arc<dyn EventSink>,
     queued_at: Instant,
-    /// Start of its prefill and its first token.
+    /// Times of the start of prefill and of the first token.
     started: Option<(Instant, Instant)>,
 }
 
-/// The text of a chat response as far as it was sent.
+/// State of a streamed chat response.
 struct ChatStream {
     stop_strings: Vec<String>,
     events: Arc<dyn EventSink>,
-    /// Tokens so far, and the bytes of their text that were sent. Only the thread that sends responses locks it.
+    /// Tokens so far, and the number of bytes of their text that were sent. Only the sending thread locks it.
     progress: Mutex<(Vec<u32>, usize)>,
 }
 
-/// For the thread that sends responses.
+/// A message to the thread that sends responses.
 enum Update {
     /// The next token of a chat response.
     Token(Arc<ChatStream>, u32),
-    /// The end of a response, and when its last token was there.
+    /// The end of a response, and the time of its last token.
     End(Box<OpenRequest>, Result<(Generated, Instant), GenerationFailure>),
 }
 
@@ -155,7 +155,7 @@ pub(super) struct EngineWorker {
 }
 
 impl Drop for EngineWorker {
-    /// Also after a panic.
+    /// Runs also after a panic.
     fn drop(&mut self) {
         self.shared.is_alive.store(false, Ordering::Relaxed);
     }
@@ -177,7 +177,7 @@ impl EngineWorker {
         }
     }
 
-    /// Takes new jobs; waits for one where there is nothing to do. False once no more can come.
+    /// Receives new jobs; blocks if there is nothing to do. Returns false once no more can arrive.
     fn receive(&mut self) -> bool {
         if self.open.is_empty() {
             self.note_state(0);
@@ -245,7 +245,7 @@ impl EngineWorker {
         let _ = self.updates.send(Update::End(Box::new(request), result));
     }
 
-    /// The batch that ran is lost; requests that wait are not.
+    /// Fails the running batch; queued requests are kept.
     fn fail_running(&mut self, error: &ModelError) {
         tracing::error!("a batch of requests failed: {error}");
         let waiting = self.engine.waiting_ids();
@@ -291,7 +291,7 @@ impl ChatStream {
         }
     }
 
-    /// Sends what is new in the growing text.
+    /// Sends the new part of a growing text.
     fn send(&self, text: &str, n_sent: &mut usize) {
         if let Some(new) = text.get(*n_sent..).filter(|new| !new.is_empty()) {
             self.events.send(GenerationEvent::Text(new.to_owned()));

@@ -22,13 +22,13 @@ impl Stage for Convert {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        // Width is applied already, and the leak settings do not change rows.
+        // Width was already applied, and the leak settings do not change rows.
         let except = ["input", "dataset", "export", "width", "leak_similarity", "on_leak"];
         inputs.section("data", &run.config.data, &except)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
         ["prompt", "filter"].iter().for_each(|role| run.plugins.add_inputs(&mut inputs, role));
-        // Of a dataset the prompts, and the files that are splits.
+        // For a dataset: the prompts, and the files that define the splits.
         if run.config.data.dataset.is_set() || conversion(run, "", &HashMap::new()).reads_columns() {
             stage::add_queries(&mut inputs, &run.config.data)?;
         }

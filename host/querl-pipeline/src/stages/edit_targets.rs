@@ -11,7 +11,7 @@ use querl_core::records::{CallFailure, Hit, QueryRow, ValidatedRecord, retrieval
 use querl_data::{DataError, WordSegmenter};
 use std::collections::HashMap;
 
-/// Qualities no further apart are equal.
+/// Tolerance for equal qualities.
 const TOLERANCE: f64 = 1e-9;
 
 /// Fine-tuning targets by query id.
@@ -22,7 +22,7 @@ pub(super) struct EditTargets {
     pub n_failed: u64,
 }
 
-/// Names of the forms of targets, by what the edit does.
+/// Names of the forms of targets.
 pub(super) const FORMS: [&str; 4] = ["keep the query", "add to the query", "add the history", "replace the query"];
 
 /// The form of a target, as an index into [`FORMS`].
@@ -57,7 +57,7 @@ pub(super) fn edit_targets(run: &Run) -> anyhow::Result<EditTargets> {
     let n_calls = run.config.retrieval.max_concurrent.max(1);
     let choosing = futures::stream::iter(records).map(choose).buffer_unordered(n_calls);
     let chosen: Result<Vec<(Option<String>, bool, String)>, DataError> = run.runtime.block_on(choosing.try_collect());
-    // After an interrupt lookups fail.
+    // After an interrupt, retrieval fails.
     interrupt::check()?;
     let mut targets = EditTargets::default();
     for (target, has_failed, id) in chosen? {
@@ -67,7 +67,7 @@ pub(super) fn edit_targets(run: &Run) -> anyhow::Result<EditTargets> {
     Ok(targets)
 }
 
-/// The teacher's rewrite, or an edit where it would be read as one; `None` without a rewrite.
+/// The teacher's rewrite, written as an edit if it could be parsed as one; `None` without a rewrite.
 fn teachers_target(record: &ValidatedRecord, segmenter: &WordSegmenter) -> Option<String> {
     let rewrite = &record.rewritten.rewrite.as_ref().ok()?.text;
     if is_plain(rewrite) {
@@ -77,8 +77,8 @@ fn teachers_target(record: &ValidatedRecord, segmenter: &WordSegmenter) -> Optio
     Some(if added.is_empty() { KEEP.to_owned() } else { append(&added) })
 }
 
-/// `None` without a rewrite or its hits. Of equal forms the one with the history, that a small model need not copy, then the one that adds, then
-/// the teacher's rewrite, unless it would be read as an edit.
+/// Chooses the target; `None` without a rewrite or its hits. On ties, the order is: the form with the history, which a small model need not
+/// copy; the form that adds; the teacher's rewrite, unless it could be parsed as an edit.
 async fn target(
     record: &ValidatedRecord,
     segmenter: &WordSegmenter,
@@ -104,11 +104,11 @@ async fn target(
         let texts = if added.is_empty() { &[""][..] } else { &["", &added] };
         for added in texts {
             let worth = worth(query, &hits_of(retriever, query, &joined(&[with_history.as_str(), added])).await?);
-            // No form that follows retrieves more: it is not looked up.
+            // No later form can retrieve more, so they are not tried.
             if finds_first(worth) {
                 return Ok(Some(append_history(added)));
             }
-            // Where nothing is found, the teacher's words say more than the history's.
+            // If nothing is found, the teacher's words are more informative than the history's.
             if worth > TOLERANCE {
                 offer(worth, append_history(added));
             }
@@ -132,7 +132,7 @@ async fn hits_of(retriever: &dyn Retriever, query: &QueryRow, text: &str) -> Res
     retriever.retrieve(request).await
 }
 
-/// Reciprocal rank of the best gold passage; where none is known, the quality of the hits.
+/// Reciprocal rank of the best gold passage; if none is known, the quality of the hits.
 fn worth(query: &QueryRow, hits: &[Hit]) -> f64 {
     if query.gold_ids.is_empty() {
         return retrieval_quality(hits);
@@ -147,7 +147,7 @@ mod tests {
     use async_trait::async_trait;
     use querl_core::records::FailureKind;
 
-    /// Finds the gold passage at the rank that the text names with its last digit; without one not at all.
+    /// A retriever that returns the gold passage at the rank given by the last digit of the text; without a digit not at all.
     struct ByDigit;
 
     #[async_trait]

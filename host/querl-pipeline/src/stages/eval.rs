@@ -27,7 +27,7 @@ impl Stage for Eval {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        // The other keys of the section concern the metrics, which are computed again each time.
+        // The other keys of the section affect only metrics, which are always computed again.
         inputs.text("eval.systems", run.config.eval.evaluated_systems().join(" "));
         add_comparisons(&mut inputs, run, ledger)?;
         add_decoding(&mut inputs, &run.config)?;
@@ -111,7 +111,7 @@ pub(crate) fn add_decoding(inputs: &mut Inputs, config: &Config) -> anyhow::Resu
     inputs.model("model", &config.model.path).map(drop)
 }
 
-/// What only the untrained systems, samples and the second retriever depend on. The retriever's passages are an input in any case.
+/// Adds the inputs of untrained systems, samples and the second retriever. The retriever's passages are an input in any case.
 fn add_comparisons(inputs: &mut Inputs, run: &Run, ledger: &Ledger) -> anyhow::Result<()> {
     let (eval, rl) = (&run.config.eval, &run.config.rl);
     if eval.evaluated_systems().contains(&"prompted") {
@@ -127,7 +127,7 @@ fn add_comparisons(inputs: &mut Inputs, run: &Run, ledger: &Ledger) -> anyhow::R
     }
     let second = run.config.second_retrieval();
     if second != SecondRetrieval::None {
-        // `auto` has a limit of passages that a named retriever has not.
+        // `auto` has a limit on the number of passages, a named retriever has none.
         let auto = if run.config.eval.second_retrieval == SecondRetrieval::Auto { "auto " } else { "" };
         inputs.text("eval.second_retrieval", format!("{auto}{second:?}").to_lowercase());
     }
@@ -137,7 +137,7 @@ fn add_comparisons(inputs: &mut Inputs, run: &Run, ledger: &Ledger) -> anyhow::R
     }
 }
 
-/// Rows with the prompts of a system that is not asked with the policy's.
+/// Rows with the prompts of a system that does not use the policy's prompts.
 fn own_rows(run: &Run, system: &str, rows: &[DatasetRow]) -> anyhow::Result<Option<Vec<DatasetRow>>> {
     match system {
         "prompted" => Ok(Some(untrained::prompted_rows(run, rows)?)),
@@ -146,7 +146,7 @@ fn own_rows(run: &Run, system: &str, rows: &[DatasetRow]) -> anyhow::Result<Opti
     }
 }
 
-/// The model that answers for a system, and how; `None` for systems whose rewrites are known.
+/// The model of a system, its name and how its responses are read; `None` for systems whose rewrites are known.
 fn model_of<'a>(run: &'a Run, system: &str) -> Result<Option<(LocalModel<'a>, &'static str, ResponseReading)>, Stop> {
     let parsed = |model, name| Some((model, name, ResponseReading::Parsed));
     Ok(match system {
@@ -162,7 +162,7 @@ fn model_of<'a>(run: &'a Run, system: &str) -> Result<Option<(LocalModel<'a>, &'
     })
 }
 
-/// Also the number of samples for pass@k whose retrieval failed.
+/// Evaluates all systems. Also returns the number of samples for pass@k whose retrieval failed.
 fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<(Evaluated, u64)> {
     let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
     let baselines = Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind);

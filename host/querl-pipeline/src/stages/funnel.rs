@@ -100,7 +100,7 @@ fn validate(facts: &Facts) -> Step {
     Step { stage: "validate", rows_in, kept: rows_in - n_failed.min(rows_in), dropped }
 }
 
-/// Failed calls of earlier stages are among the dropped rows of this one; they were dropped there.
+/// Failed calls of earlier stages are among the dropped rows of this stage, but were dropped earlier.
 fn convert(facts: &Facts, calls: &BTreeMap<String, u64>) -> Step {
     let mut dropped = facts.parts("dropped");
     dropped.retain(|code, _| !calls.contains_key(code));
@@ -128,7 +128,7 @@ fn line(step: &Step, width: usize) -> String {
     format!("  {stage:<8}  {rows_in:>width$} in  {kept:>width$} kept  {dropped}")
 }
 
-/// Expected numbers of rows (source plan, section 1.5): stage, figure, minimum, maximum.
+/// Expected numbers of rows (docs/data.md): stage, figure, minimum, maximum.
 const EXPECTED: [(StageName, &str, u64, u64); 5] = [
     (StageName::Rewrite, "rows read", 500, 1000),
     (StageName::Rewrite, "rewritten", 480, 980),
@@ -164,7 +164,7 @@ fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
     format!("{name} is {n}; {least} to {most} are usual, and results of fewer are less conclusive")
 }
 
-/// Name of a figure of the stage `rewrite`: keys of a recorded teacher that are not read, which may be why queries are missing from it.
+/// Name of a figure of the stage `rewrite`: unread keys of a recorded teacher, which may be the reason for missing queries.
 pub(super) const HINT: &str = "unread keys";
 
 /// A sentence about a recorded teacher that lacks many of the queries, from the figures of the stage `rewrite`; `None` otherwise.

@@ -35,7 +35,7 @@ pub(crate) fn import_stage(
     let written = write().and_then(|()| {
         let outputs = Outputs::of(run.dir.root(), &stage.outputs(&run.dir))?;
         let entry = Entry { finished: true, facts, outputs, logs: logs(run, stage)?, ..begun };
-        // Before the ledger has the import: the next result of the stage would remove what is still there.
+        // Done before the ledger has the import, because the next result of the stage would remove the earlier results.
         Ok((entry, keep(run, name)?))
     });
     match written {

@@ -117,7 +117,7 @@ pub fn recover(dir: &RunDir, reporter: &dyn Reporter) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Refuses a query table or a dataset that the stages of this run would write over or remove.
+/// Refuses a query table or a dataset that the stages of this run would overwrite or remove.
 fn check_input(run: &Run) -> anyhow::Result<()> {
     let (dir, data) = (&run.dir, &run.config.data);
     let outputs = StageName::ALL.into_iter().flat_map(|name| stage_of(name).outputs(dir));
@@ -137,7 +137,7 @@ fn check_input(run: &Run) -> anyhow::Result<()> {
 /// settings of such a stage are only reported: a user may try a setting in a single stage on existing files.
 fn check_upstream(run: &Run, ledger: &Ledger, first: StageName) -> anyhow::Result<()> {
     let mut open: BTreeSet<StageName> = stages_behind(&stage_of(first).inputs(run, ledger)?);
-    // From the latest to the earliest, since a stage depends on earlier ones only.
+    // From the latest to the earliest stage, because a stage depends only on earlier ones.
     while let Some(name) = open.pop_last() {
         let inputs = stage_of(name).inputs(run, ledger)?;
         let Some(entry) = ledger.entry(name.as_str()) else { continue };
@@ -261,7 +261,8 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
         Decision::Skip(_) => Facts::default(),
         _ => {
             if name == StageName::Rl {
-                // Without SFT in the command, the user wants RL on what is there. Edits can keep the query, whatever the model knows.
+                // If the command does not include SFT, the user requests RL on the existing model. Edits can keep the query, whatever the
+                // model can do.
                 let is_asked_for = window.first > StageName::Sft;
                 let has_edits = run.config.data.rewrite_form == RewriteForm::Edit;
                 let on_noise = if is_asked_for || has_edits { OnNoise::Warn } else { run.config.sft.on_noise };
@@ -273,7 +274,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     let (reason, earlier) = match decision {
         Decision::Skip(Entry { facts, seconds, outputs, .. }) => {
             outputs.check(run.dir.root(), name, run.dir.root())?;
-            // The process may have been killed after the ledger was written and before this.
+            // The process may have been killed between writing the ledger and this call.
             settle(run, stage)?;
             run.reporter.message(&format!("{name}: finished earlier, skipped"));
             for warning in stage.warning(run, &facts).into_iter().chain(stage.reminder(run, &facts)) {
@@ -299,7 +300,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     Ok(outcome)
 }
 
-/// After a failure or a stop: what was there before is put back, unless there is something new to resume from.
+/// After a failure or a stop: restores the earlier result, unless there is something new to resume from.
 fn keep(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, earlier: Option<Previous>) {
     let (name, Some(earlier)) = (stage.name(), earlier) else { return };
     let note = if stage.is_resumable(&run.dir) {
@@ -313,7 +314,7 @@ fn keep(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, earlier: Option<Previ
     run.reporter.message(&note);
 }
 
-/// Removes what only an unfinished stage needs.
+/// Removes files that only an unfinished stage needs.
 fn settle(run: &Run, stage: &dyn Stage) -> anyhow::Result<()> {
     let settled = stage.settle(&run.dir).and_then(|()| previous::discard(&run.dir, stage.name()));
     let root = run.dir.root().display();

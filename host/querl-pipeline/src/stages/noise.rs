@@ -16,10 +16,10 @@ pub(super) const UNIGRAM_LOSS: &str = "unigram loss";
 /// Name of the figure with the [`equal_share`] of the training targets, if it is at least a half.
 pub(super) const EQUAL_TARGETS: &str = "equal targets";
 
-/// Optimizer steps of the defaults (3 epochs of 16 rows a step) on the fewest training rows of the source plan, 240.
+/// Optimizer steps with the defaults (3 epochs, 16 rows per step) on 240 training rows, the expected minimum.
 const FEW_STEPS: u64 = 45;
 
-/// Share of the unigram model's loss from which on a model uses none of the context, as for the base model in `querl plan`.
+/// Share of the unigram model's loss above which a model uses none of the context, as for the base model in `querl plan`.
 const MAX_SHARE: f64 = 0.9;
 
 /// The same for edits: PPO improved policies with 0.93 and 0.95; after one step of SFT they had 1.5.
@@ -57,12 +57,12 @@ fn tokens(rows: &[Example]) -> impl Iterator<Item = u32> {
     rows.iter().flat_map(|row| row.response.iter().copied())
 }
 
-/// What is wrong with the model of these figures of SFT, as part of a sentence.
+/// The problem of the model after SFT, from its figures, as part of a sentence.
 fn finding(facts: &Facts, form: RewriteForm) -> Option<String> {
     let figure = |name: &str| facts.get(name)?.as_f64();
     let (loss, unigram) = (figure(EVAL_LOSS)?, figure(UNIGRAM_LOSS)?);
     let limit = unigram * if form == RewriteForm::Edit { MAX_SHARE_OF_EDITS } else { MAX_SHARE };
-    // Equal as printed is no finding.
+    // Values that are equal as printed are not a problem.
     (loss >= limit + 0.005).then(|| {
         let equal = figure(EQUAL_TARGETS).map(|share| {
             format!("; the limit is low because {:.0} % of the targets are one text", 100.0 * share)

@@ -35,7 +35,7 @@ pub(super) fn set_aside(run: &Run, ledger: &Ledger, stage: &dyn Stage) -> anyhow
         remove(&kept.folder)?;
         write_atomic(&kept.moving(), b"")?;
         write_atomic(&kept.metrics(), metrics.as_bytes())?;
-        // A run directory whose first command was refused has none.
+        // A run directory whose first command was refused has no configuration.
         let config = if dir.config().exists() { std::fs::read(dir.config())? } else { run.config.to_toml().into() };
         write_atomic(&kept.config(), &config)?;
         write_atomic(&kept.folder.join(ENTRY), &serde_json::to_vec(&entry)?)?;
@@ -67,7 +67,7 @@ pub(super) fn recover(dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<Vec<S
             restored.extend(is_whole.then_some(name));
         }
         let is_unfinished = ledger.entry(name.as_str()).is_some_and(|entry| !entry.finished);
-        // What was stopped was set aside last.
+        // The stopped result was set aside last.
         let earlier = kept().rev().find(|kept| kept.entry().is_ok());
         if let Some(earlier) = earlier.filter(|_| is_unfinished && !stage_of(name).is_resumable(dir)) {
             earlier.restore(dir, ledger)?;
@@ -106,7 +106,7 @@ impl Previous {
 
     fn move_back(&self, dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<()> {
         let back = |ledger: &mut Ledger| -> anyhow::Result<()> {
-            // Of these files the entry is written last, before any file is moved here.
+            // The entry is the last file that is written before files are moved here.
             if let Ok(entry) = self.entry() {
                 ledger.put(self.name.as_str(), entry)?;
                 merge(&self.files(), dir.root())?;
@@ -119,10 +119,10 @@ impl Previous {
         back(ledger).with_context(|| format!("{}: cannot be moved back", self.folder.display()))
     }
 
-    /// Removes what is left of this one.
+    /// Removes the remaining files of this result.
     fn discard(&self, dir: &RunDir) -> std::io::Result<()> {
         remove(&self.folder)?;
-        // Both fail where there are other kept results.
+        // Both fail if there are other kept results.
         let _ = std::fs::remove_dir(folder(dir, self.name)).and_then(|()| std::fs::remove_dir(dir.previous()));
         Ok(())
     }
@@ -166,7 +166,7 @@ fn rename(from: &Path, to: &Path) -> std::io::Result<()> {
     std::fs::rename(from, to)
 }
 
-/// Moves the files below `from` to the same place below `to`.
+/// Moves the files in `from` to the same relative paths in `to`.
 fn merge(from: &Path, to: &Path) -> std::io::Result<()> {
     if from.is_dir() && to.is_dir() {
         return std::fs::read_dir(from)?.try_for_each(|entry| {

@@ -59,7 +59,7 @@ impl Stage for Rewrite {
                 open_teacher(&run.config.teacher, &run.config.fallback_teacher, &run.config.data, &run.outside)?;
             }
         }
-        // Before anything is removed: a submitted batch is paid even if its responses are never read.
+        // Checked before anything is removed: a submitted batch must be paid even if its responses are never read.
         match run.config.called_teacher() {
             Some(TeacherKind::Openai) => batches(run).map(drop)?,
             Some(TeacherKind::Recorded | TeacherKind::Local) | None => refuse_open_batches(&run.dir.batches())?,
@@ -87,7 +87,7 @@ impl Stage for Rewrite {
         run.config.data.export.iter().map(|format| table_path(&run.dir.rewrites(), *format)).collect()
     }
 
-    /// Recorded batches are kept: their responses belong to prompts, not to rows, and are in flight.
+    /// Recorded batches are kept, because their responses belong to prompts, not to rows, and are in flight.
     fn owned(&self, dir: &RunDir) -> Vec<PathBuf> {
         stage::journaled(dir.rewrites())
     }
@@ -116,12 +116,12 @@ impl Stage for Rewrite {
         remove(&run.dir.batches())?;
         make_tables::<RewriteRecord>(&output, formats)?;
         let done = tally.done(table.findings(), &teacher, hint);
-        // A completion that does not parse is the same the next time.
+        // A completion that cannot be parsed would not change in the next run.
         Ok(if data.dataset.is_set() { Done { n_failed: 0, ..done } } else { done })
     }
 }
 
-/// How reports name it: by its first file.
+/// Name in reports: the first file.
 fn dataset_name(data: &DataConfig) -> String {
     let files = data.query_files();
     let name = files.first().and_then(|path| path.file_name()).unwrap_or_default();
@@ -226,7 +226,7 @@ impl Tally {
 const N_ROWS_A_PORTION: usize = 4096;
 const N_ROWS_AT_ONCE: usize = 16;
 
-/// How reports name it: by its folder.
+/// Name in reports: the folder.
 fn local_teacher_name(config: &TeacherConfig) -> String {
     let path = config.adapter_path.as_ref().or(config.model_path.as_ref());
     let name = path.and_then(|path| path.file_name()).unwrap_or_default();
@@ -282,7 +282,7 @@ fn generate_portion(
     taken: &mut LocalRewriteCollector<'_>,
 ) -> anyhow::Result<()> {
     let config = &run.config.teacher;
-    // (place in the portion, tokens of the prompt)
+    // (index in the portion, tokens of the prompt)
     let (mut places, mut prompts) = (Vec::new(), Vec::new());
     for (place, messages) in portion.into_iter().enumerate() {
         match window.tokens_of(&messages)? {
@@ -329,7 +329,7 @@ fn completion(response: GeneratedResponse, n_prompt_tokens: usize) -> Result<Com
     })
 }
 
-/// How many tokens fit into the model.
+/// Maximum numbers of tokens of the model.
 struct ContextWindow {
     tokenizer: TextTokenizer,
     n_positions: usize,

@@ -128,9 +128,9 @@ impl Stage for Rl {
         remove(&dir.rl().join(ROLLOUT))
     }
 
-    /// Resumes from a checkpoint of the same inputs. Without one, training rewinds both logs to their beginning.
+    /// Resumes from a checkpoint of the same inputs. Without one, both logs are truncated to their start.
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        // On a GPU the parts of a batch decide the shapes of matrix products, and with them rounding.
+        // On a GPU the number of parts affects the shapes of matrix products, and therefore rounding.
         let n_parts = run.config.rl.pipeline_parts;
         let arithmetic = run.executor.arithmetic().map(|how| match run.executor.gpu() {
             Some(_) => format!("{how}, {n_parts} parts of a batch"),
@@ -171,7 +171,7 @@ impl Stage for Rl {
         let (job, request) = job(run, &train, &val, fingerprint)?;
         planned(&run.config.rl, train.len()).iter().for_each(|note| progress.line(note));
         let summary = run.executor.run_rl(&job, run.config.threads, &environments, &callbacks);
-        // After a failure and after a stop too.
+        // Also after a failure and after a stop.
         if let Some(Err(failure)) = server.as_ref().map(RolloutServer::unload) {
             progress.line(&format!("the last adapter stays loaded on the rollout server: {failure}"));
         }
@@ -193,8 +193,8 @@ impl Stage for Rl {
     }
 }
 
-/// Adds to the error of too many episodes without the teacher's rewrite the file that lacks it, for how many rows, and what to do. `lacking`: of
-/// train and of val the rows without a rewrite, and all.
+/// Extends the error about too many episodes without the teacher's rewrite by the file, the number of rows, and the remedy. `lacking`:
+/// numbers of rows without a rewrite and of all rows, for train and val.
 fn explain_missing_baselines(config: &Config, lacking: [(usize, usize); 2], error: JobError) -> JobError {
     let rows = [Split::Train, Split::Val].into_iter().zip(lacking).filter(|(_, (n, _))| *n > 0);
     let rows: Vec<String> = rows.map(|(split, (n, all))| format!("{n} of {all} rows of {}", split.name())).collect();
@@ -219,8 +219,8 @@ fn explain_missing_baselines(config: &Config, lacking: [(usize, usize); 2], erro
     }
 }
 
-/// The server that generates rollouts, where one is configured. After a stop no further request is sent: the part of the batch is requested
-/// again by the process that resumes.
+/// The rollout server, if one is configured. After a stop no further requests are sent; the resuming process requests the part of the batch
+/// again.
 fn rollout_server(run: &Run) -> anyhow::Result<Option<RolloutServer>> {
     let config = &run.config.rollout;
     if config.engine == RolloutEngineKind::Local {
@@ -231,8 +231,8 @@ fn rollout_server(run: &Run) -> anyhow::Result<Option<RolloutServer>> {
     Ok(Some(RolloutServer::open(&config, &services, run.runtime.handle().clone())?))
 }
 
-/// What the names of the adapters begin with: of its own for each run folder where the configuration leaves it at the default, so that
-/// runs that share a server do not unload each other's.
+/// Prefix of the adapter names. If the configuration has the default, it differs between run folders, so that runs that share a server do
+/// not unload each other's adapters.
 fn adapter_name(config: &RolloutConfig, root: &Path) -> String {
     let RolloutConfig { adapter, adapter_dir, .. } = config;
     if *adapter != RolloutConfig::default().adapter {
@@ -247,7 +247,7 @@ fn rows(run: &Run) -> anyhow::Result<[Vec<DatasetRow>; 2]> {
     Ok([rows_of(&run.dir.split(Split::Train))?, rows_of(&run.dir.split(Split::Val))?])
 }
 
-/// The job, and what its memory depends on.
+/// The job, and the request for its memory plan.
 fn job(
     run: &Run,
     train: &[DatasetRow],
@@ -279,7 +279,7 @@ fn job(
     Ok((job, request))
 }
 
-/// The length of a training that is given in epochs.
+/// The number of steps, as text, of a training that is configured in epochs.
 fn planned(rl: &RlConfig, n_rows: usize) -> Option<String> {
     let (epochs, n_steps) = (rl.epochs?, rl.n_steps(n_rows));
     let is_bounded = n_steps < RlConfig { max_steps: 0, ..rl.clone() }.n_steps(n_rows);

@@ -89,7 +89,7 @@ impl Stage for Sft {
     }
 }
 
-/// The job, and what its memory depends on.
+/// The job, and the request for its memory plan.
 fn job(run: &Run, fingerprint: String) -> anyhow::Result<(SftJob, MemoryRequest)> {
     let config = &run.config;
     let train_rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;

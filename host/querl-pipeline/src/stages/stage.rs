@@ -257,7 +257,7 @@ pub(crate) fn add_vocabulary(inputs: &mut Inputs, config: &Config) -> anyhow::Re
             inputs.file(name, path)?;
         }
     }
-    // Runs of before there were languages exist without it.
+    // Runs from before there were languages lack this input.
     let language = retrieval_language(retrieval);
     if language != Language::Zh {
         inputs.text("language of the passages", format!("{language:?}").to_lowercase());
@@ -304,7 +304,7 @@ pub(crate) fn add_teacher(inputs: &mut Inputs, config: &Config) -> anyhow::Resul
 pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     add_retrieval(inputs, &run.config)?;
     if run.config.data.rewrite_form == RewriteForm::Edit {
-        // A ledger without this version is up to date as long as its targets are: what convert left is an input, too.
+        // A ledger without this version is valid as long as its targets are, because the outputs of convert are inputs, too.
         inputs.text("data.rewrite_form", "edit").text(FORMS_OF_EDITS, edits::VERSION);
     }
     let unused: &[&str] = if run.config.judge.kind == JudgeKind::Openai { &[] } else { &ENDPOINT };
@@ -336,7 +336,7 @@ pub(crate) fn add_audit(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
-    /// Else a run whose rewrites become edits would report each of them as a change of its own.
+    /// Otherwise a run whose rewrites become edits would report each of them as a separate change.
     #[test]
     fn all_inputs_of_retrieval_come_and_go_with_the_form_of_rewrites() {
         let folder = tempfile::tempdir().unwrap();

@@ -16,7 +16,7 @@ pub struct GridKey {
 /// Settings of a combination: `KEY=VALUE` for each key, in the order of the keys.
 pub(super) type Settings = Vec<String>;
 
-/// Maximum number of combinations of a grid: all are listed before some are drawn.
+/// Maximum number of combinations of a grid, because all are listed before some are drawn.
 const MAX_COMBINATIONS: usize = 100_000;
 
 impl GridKey {
@@ -41,7 +41,7 @@ impl GridKey {
         }
     }
 
-    /// Refuses keys with which the trials of a sweep would not be measured alike.
+    /// Refuses keys that would make the trials of a sweep incomparable.
     fn check(&self, metric: &str) -> Result<(), Stop> {
         let key = &self.key;
         let refused = |why: &str| Err(Stop::usage(format!("--grid {key}: {why}")));
@@ -125,7 +125,7 @@ pub(super) fn combinations(
         all = all.into_iter().flat_map(with_each).collect();
     }
     let Some(n) = n_random.filter(|n| *n < all.len()) else { return Ok(all) };
-    // A seeded order without a generator of its own: by digest.
+    // A seeded random order without a random generator: by digest.
     let mut drawn: Vec<(String, usize)> = all
         .iter()
         .enumerate()
@@ -212,7 +212,7 @@ mod tests {
         };
         assert_eq!(steps(8, 80, 10), [10, 20, 40, 80]);
         assert_eq!(steps(5, 100, 10), [20, 30, 50, 100]);
-        // There is no evaluation between.
+        // There is no evaluation in between.
         assert_eq!(steps(8, 4, 2), [2, 4]);
         assert_eq!(steps(8, 5, 10), [5]);
         assert_eq!(steps(1, 80, 10), [80]);

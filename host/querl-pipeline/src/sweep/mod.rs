@@ -97,7 +97,7 @@ fn check(options: &SweepOptions) -> Result<(), Stop> {
     Ok(())
 }
 
-/// Refuses a metric that no evaluation has. Components of rewards are known only from the first evaluation on.
+/// Refuses a metric that no evaluation has. Components of rewards are known only after the first evaluation.
 fn check_metric(metric: &str, config: &Config) -> Result<(), Stop> {
     let is_component = metric.strip_prefix("val/reward/").is_some_and(|component| !component.is_empty());
     let mut known = vec![EVALUATION_REWARD];
@@ -162,7 +162,7 @@ impl<'a> Sweep<'a> {
             "combinations": combinations.iter().map(|one| &one.settings).collect::<Vec<_>>(),
             "seeds": options.seeds,
             "halving": options.length == TrialLength::Halving,
-            // Without halving the metric ranks trials that are the same for each.
+            // Without halving, the metric affects only the ranking, not the trials.
             "metric": (options.length == TrialLength::Halving).then_some(&options.metric),
         });
         Ok(Self { config, options, reporter, base_run: RunDir::new(&own.output_dir), combinations, rungs, search })
@@ -252,7 +252,7 @@ impl<'a> Sweep<'a> {
         self.write(&self.report(false))
     }
 
-    /// The better half, rounded up, of those that have a result of all seeds.
+    /// The better half, rounded up, of the combinations with results of all seeds.
     fn better_half(&self, alive: Vec<usize>) -> Vec<usize> {
         let n_kept = alive.len().div_ceil(2);
         let mut ranked: Vec<(usize, &CombinationResult)> =
@@ -277,7 +277,7 @@ impl<'a> Sweep<'a> {
     }
 }
 
-/// Steps of `rl`, by which equal rungs are found; with `rl.epochs` they depend on rows that may not be there yet, and no rungs are equal.
+/// Steps of `rl`, by which equal rungs are found; with `rl.epochs` they depend on rows that may not exist yet, and no rungs count as equal.
 fn planned_steps(config: &Config) -> usize {
     const UNKNOWN: usize = 1 << 40;
     if config.rl.epochs.is_some() { UNKNOWN } else { config.rl.max_steps }

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 /// The metric that decides which checkpoint of a trial is its best.
 const REWARD: &str = "val/reward";
-/// Means closer than this are equal.
+/// Tolerance for equal means.
 const EQUAL: f64 = 1e-9;
 
 /// The evaluation of a trial with the highest validation reward so far. The evaluated policy is `rl/best` if every evaluation scored the
@@ -45,7 +45,7 @@ impl Measurement {
         let evaluations = rows.iter().filter_map(|row| Some((evaluation(row)?, row)));
         let evaluations: Vec<_> = evaluations.filter(|((step, _), _)| last.is_none_or(|last| *step <= last)).collect();
         let step = evaluations.iter().map(|((step, _), _)| *step).max()?;
-        // Of equal ones the first: a later checkpoint must exceed it to become the best.
+        // On ties the first: a later checkpoint must exceed it to become the best.
         let best = evaluations.iter().rev().max_by(|(one, _), (other, _)| one.1.total_cmp(&other.1))?;
         let ((best_step, _), row) = best;
         Some(match row[metric].as_f64() {

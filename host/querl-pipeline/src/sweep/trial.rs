@@ -145,8 +145,8 @@ fn n_different(source: &RunDir, own: &BTreeMap<String, String>) -> anyhow::Resul
     Ok(Some(keys.into_iter().filter(|key| own.get(*key) != theirs.get(*key)).count()))
 }
 
-/// Copies what the finished stages before `rl` left to a new run directory, which is complete or not there. Returns false, without a copy, for
-/// a run that another process uses.
+/// Copies the outputs of the finished stages before `rl` to a new run directory. The directory is complete or does not exist. Returns
+/// false, without a copy, for a run that another process uses.
 fn copy_stages(from: &RunDir, to: &RunDir) -> anyhow::Result<bool> {
     let Ok(_lock) = DirLock::take(from.root()) else { return Ok(false) };
     let ledger = Ledger::open(&from.stages())?;
@@ -155,7 +155,7 @@ fn copy_stages(from: &RunDir, to: &RunDir) -> anyhow::Result<bool> {
     let unwritable = || unwritable(to.root());
     let name = to.root().file_name().unwrap_or_default().to_string_lossy();
     let copied = RunDir::new(to.root().with_file_name(format!(".querl-{name}")));
-    // What a process left that was killed while it copied.
+    // Removes the files of a process that was killed while copying.
     remove_folder(copied.root()).with_context(unwritable)?;
     std::fs::create_dir_all(copied.root()).with_context(unwritable)?;
     let data = |dir: &RunDir| dir.root().join("data");
@@ -174,7 +174,7 @@ fn copy_stages(from: &RunDir, to: &RunDir) -> anyhow::Result<bool> {
     for stage in &stages {
         entries.put(stage.as_str(), finished(stage).cloned())?;
     }
-    // What a process left that was killed before its first stage.
+    // Removes the files of a process that was killed before its first stage.
     remove_folder(to.root()).with_context(unwritable)?;
     std::fs::rename(copied.root(), to.root()).with_context(unwritable)?;
     Ok(true)
@@ -184,7 +184,7 @@ fn remove_folder(path: &Path) -> std::io::Result<()> {
     if path.exists() { std::fs::remove_dir_all(path) } else { Ok(()) }
 }
 
-/// Copies a folder, if it is there. Weights are linked where the file system can, since they are never changed in place.
+/// Copies a folder if it exists. Weights are hard-linked if the file system permits it, because they are never modified in place.
 fn copy_folder(from: &Path, to: &Path) -> anyhow::Result<()> {
     if !from.is_dir() {
         return Ok(());

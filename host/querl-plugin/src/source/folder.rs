@@ -24,7 +24,7 @@ pub(super) fn unreadable(path: &Path, reason: impl Into<String>) -> PluginError 
 /// Name of the WIT world that plugins in Python and JavaScript are built for.
 pub(super) const WORLD: &str = "querl-plugin";
 
-/// Folders without sources of the component.
+/// Names of folders that contain no sources of the component.
 const NOT_SOURCE: [&str; 7] = ["dist", "golden", "node_modules", "target", "tests", "venv", "__pycache__"];
 
 /// Environment variables that a build inherits: search paths and temporary folders, which cannot change the component.
@@ -203,10 +203,10 @@ impl ScriptFolder {
     }
 }
 
-/// Of one build tool: many times what it needs.
+/// Time limit of one build tool: many times its usual duration.
 const BUILD_LIMIT: Duration = Duration::from_secs(600);
 
-/// True where a file of the folder is newer; hidden folders and those of `NOT_SOURCE` do not count.
+/// True if a file of the folder is newer; ignores hidden folders and those of `NOT_SOURCE`.
 fn has_newer(folder: &Path, than: SystemTime) -> bool {
     let Ok(entries) = std::fs::read_dir(folder) else { return false };
     entries.flatten().any(|entry| {

@@ -12,7 +12,7 @@ use querl_bundle::Kind;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Takes a JSON request as its first argument; runs in the plugin's folder, where Node.js resolves its imports.
+/// The build script. Its first argument is a JSON request. It runs in the plugin's folder, so that Node.js resolves imports from there.
 const SCRIPT: &str = include_str!("javascript_build.mjs");
 
 /// npm packages that the build needs.
@@ -32,7 +32,7 @@ impl JavaScriptFolder {
         Ok(Self { script })
     }
 
-    /// Binds the author's classes to the interfaces, by the names that componentize-js looks for.
+    /// The entry module, which binds the plugin's classes to the interfaces under the names that componentize-js expects.
     fn entry(&self) -> String {
         let path = |path: PathBuf| serde_json::Value::from(path.display().to_string());
         let sdk = |module: &str| path(self.script.sdk.join("guest").join(module));
@@ -61,7 +61,7 @@ impl JavaScriptFolder {
         text
     }
 
-    /// Imports of the declared interfaces: the module of an interface exists where the component imports it.
+    /// Imports of the declared interfaces. The module of an interface exists only if the component imports it.
     fn host_functions(&self) -> String {
         let contract = &self.script.manifest.plugin.contract;
         let names = self.script.host_functions();
@@ -74,7 +74,7 @@ impl JavaScriptFolder {
         format!("{imports}import {{ connect }} from {connect};\nconnect({{ {} }});\n", modules.join(", "))
     }
 
-    /// The packages are in the folder's node_modules or in that of a folder above, where Node.js finds them too.
+    /// Checks that the packages are in the node_modules of this folder or of a parent folder, where Node.js also searches.
     fn check_packages(&self) -> Result<(), PluginError> {
         let is_there = |package: &str| {
             self.script.folder.ancestors().any(|folder| folder.join("node_modules").join(package).is_dir())
@@ -89,7 +89,7 @@ impl JavaScriptFolder {
         }
     }
 
-    /// The nearest folder whose package.json lists the package: plugins may share packages that are installed in a parent folder.
+    /// The nearest folder whose package.json lists the package, because plugins may share packages that are installed in a parent folder.
     fn folder_that_lists(&self, package: &str) -> String {
         let lists = |folder: &&Path| {
             std::fs::read_to_string(folder.join("package.json"))
@@ -133,7 +133,7 @@ impl Build for JavaScriptFolder {
     }
 }
 
-/// The SDK's module for a kind, and the export that it makes.
+/// The SDK's module for a kind, and the name of its export.
 fn interface(kind: Kind) -> (&'static str, &'static str) {
     match kind {
         Kind::Prompt => ("prompts.js", "prompts"),

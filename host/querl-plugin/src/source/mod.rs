@@ -54,7 +54,7 @@ pub fn build(folder: &Path) -> Result<BuildOutput, PluginError> {
     Ok(BuildOutput { component: source.component(), language, was_stale })
 }
 
-/// How a plugin is built and how long nothing else is printed.
+/// A note on the build of a plugin and its duration, because nothing else is printed meanwhile.
 fn duration_note(language: Language) -> &'static str {
     match language {
         Language::Rust => "cargo build, takes minutes the first time",
@@ -94,7 +94,7 @@ fn open(folder: &Path, language: Language) -> Result<Box<dyn Build>, PluginError
     })
 }
 
-/// The language of plugin.toml, else by the build file in the folder.
+/// The language in plugin.toml; else determined by the build file in the folder.
 fn language(folder: &Path) -> Result<Language, PluginError> {
     if folder.join("plugin.toml").is_file()
         && let Some(build) = Manifest::read(folder)?.build

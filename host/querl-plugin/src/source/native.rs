@@ -22,7 +22,7 @@ pub struct NativeFolder {
 #[derive(Debug)]
 enum Code {
     Crate(CrateFolder),
-    /// With the SDK that the source imports, and the interfaces of host functions that plugin.toml declares.
+    /// Python or JavaScript: the SDK that the source imports, and the interfaces of host functions that plugin.toml declares.
     Script {
         sdk: PathBuf,
         host_functions: String,
@@ -65,7 +65,7 @@ impl NativeFolder {
             (Code::Script { .. }, Language::Python) => self.folder.join("tests").is_dir().then(|| {
                 let mut command = self.command(self.python());
                 let seconds = 0.9 * limit.as_secs_f64();
-                // As `python3 -m unittest --quiet`.
+                // Equivalent to `python3 -m unittest --quiet`.
                 command.arg("-c").arg(format!(
                     "import faulthandler, unittest; faulthandler.dump_traceback_later({seconds}); \
                      unittest.main(module=None, argv=['unittest', '--quiet'])"

@@ -17,7 +17,7 @@ use std::process::Command;
 /// The version of componentize-py that the SDK is tested with, as a requirement of pip.
 pub const TOOL: &str = "componentize-py==0.25.1";
 
-/// The module that componentize-py starts from. Its name must not be that of a world.
+/// The entry module for componentize-py. Its name must differ from the name of the world.
 const ENTRY: &str = "querl_component";
 
 #[cfg(windows)]
@@ -39,7 +39,7 @@ impl PythonFolder {
         Ok(Self { script })
     }
 
-    /// Binds the author's classes to the interfaces, by the names that componentize-py looks for.
+    /// The entry module, which binds the plugin's classes to the interfaces under the names that componentize-py expects.
     fn entry(&self) -> String {
         let plugin = &self.script.manifest.plugin;
         let mut text = String::from("import plugin\nfrom querl_sdk._guest.start import start\n");
@@ -56,14 +56,14 @@ impl PythonFolder {
         text
     }
 
-    /// The virtual environment with componentize-py: of the folder or of one above it, else the active one.
+    /// The virtual environment with componentize-py: in the folder or a parent folder, else the active one.
     fn environment(&self) -> Option<PathBuf> {
         let active = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
         let own = self.script.folder.ancestors().map(|folder| folder.join(".venv"));
         own.chain(active).find(|environment| environment.join(PROGRAM).is_file())
     }
 
-    /// componentize-py of the virtual environment of the folder or of one above it, else of the active one, else on `PATH`.
+    /// The componentize-py of the virtual environment in the folder or a parent folder, else of the active one, else on `PATH`.
     fn tool(&self) -> Command {
         let Some(environment) = self.environment() else {
             return self.script.command("componentize-py");
@@ -74,7 +74,7 @@ impl PythonFolder {
         command
     }
 
-    /// Refuses a component that no bundle may have and no host loads, which the packages of the environment make so large.
+    /// Refuses a component that is too large for bundles and hosts because of the packages in the environment.
     fn check_size(&self, component: &Path) -> Result<(), PluginError> {
         let (n_bytes, limit) = (folder_bytes(component), ArchiveLimits::DEFAULT.component_bytes);
         if n_bytes <= limit {
@@ -134,7 +134,7 @@ fn interface(kind: Kind) -> (&'static str, &'static str) {
     }
 }
 
-/// What to do about a failed build, where a package cannot be imported in a component.
+/// A remedy for a failed build, if a package cannot be imported in a component.
 fn advice(output: &str) -> String {
     // The modules of the plugin, the SDK and the entry are in /0, /1 and /2; packages follow.
     let module = |line: &str| {
@@ -162,12 +162,12 @@ fn advice(output: &str) -> String {
     format!(" since the package `{package}` {problem}; {remedy}")
 }
 
-/// The package whose work a host function does.
+/// The package that a host function replaces.
 const JIEBA: &str = "jieba";
 const WORDS: &str = "use the host function `words`, which is jieba and adds no size: `host_functions = [\"words\"]` in plugin.toml, \
                      `querl_sdk.host.words(text)` in plugin.py";
 
-/// Why a component is refused and what to do, as the rest of a sentence; the largest packages are first.
+/// The reason why a component is refused and the remedy, as the rest of a sentence; the largest packages come first.
 fn too_large(n_bytes: u64, limit: u64, packages: &[(String, u64)]) -> String {
     let megabytes = |n_bytes: u64| format!("{:.0} MB", n_bytes as f64 / 1e6);
     let mut text = format!(
@@ -197,7 +197,7 @@ fn folder_bytes(path: &Path) -> u64 {
     }
 }
 
-/// The three largest packages of an environment's `lib`, without the tools that are no part of a component.
+/// The three largest packages of an environment's `lib`, without tools that are not part of a component.
 fn largest_packages(library: &Path) -> Vec<(String, u64)> {
     let folders = |path: &Path| {
         std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path()).collect::<Vec<_>>()
@@ -261,7 +261,7 @@ mod tests {
         assert_eq!(advice(own), "");
     }
 
-    /// Symptom: a plugin that imports jieba did not build where the environment had setuptools, and jieba was blamed.
+    /// Symptom: a plugin that imports jieba did not build in an environment with setuptools, and the message blamed jieba.
     #[test]
     fn a_build_with_jieba_names_the_host_function_and_setuptools() {
         let of_jieba = "  File \"/0/plugin.py\", line 5, in <module>\n    import jieba\n  File \"/3/jieba/__init__.py\", line 14, in <module>\n";

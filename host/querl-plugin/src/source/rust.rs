@@ -10,8 +10,8 @@ use std::time::SystemTime;
 
 const TARGET: &str = "wasm32-wasip2";
 
-/// Environment variables that cargo inherits: search paths, caches, temporary folders, and how packages are fetched. Variables of an
-/// outer `cargo run` or `cargo test` concern the outer build; others are not the business of a plugin's build scripts.
+/// Environment variables that cargo inherits: search paths, caches, temporary folders, and how packages are fetched. Variables of an outer
+/// `cargo run` or `cargo test` apply to the outer build only; others must not be visible to a plugin's build scripts.
 const KEPT_VARIABLES: [&str; 20] = [
     "PATH",
     "HOME",
@@ -35,10 +35,10 @@ const KEPT_VARIABLES: [&str; 20] = [
     "SSL_CERT_DIR",
 ];
 
-/// Prefixes of more such names.
+/// Prefixes of further names.
 const KEPT_PREFIXES: [&str; 5] = ["CARGO_HTTP_", "CARGO_NET_", "CARGO_REGISTRIES_", "CARGO_REGISTRY_", "CARGO_SOURCE_"];
 
-/// In capitals and in small letters.
+/// Proxy variables, in upper and lower case.
 const PROXY_VARIABLES: [&str; 4] = ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"];
 
 /// A folder with a Cargo.toml.
@@ -47,7 +47,7 @@ pub(super) struct CrateFolder {
     folder: PathBuf,
     /// Where the workspace's Cargo.toml and Cargo.lock are.
     workspace: PathBuf,
-    /// As cargo names it.
+    /// Name of the cargo package.
     package: String,
     stem: String,
 }
@@ -79,8 +79,9 @@ impl CrateFolder {
         cargo
     }
 
-    /// A native build for the author's loop: the plugin compiles fast, its dependencies run fast. Without debug information, which takes longer
-    /// to link; the place of a panic does not need it. An override of `"*"` would optimise procedural macros too.
+    /// A native build for `querl plugin dev`: compiles the plugin without optimisation and its dependencies with it. Without debug
+    /// information, which takes longer to link; the location of a panic does not need it. An override of `"*"` would optimise procedural
+    /// macros too.
     pub(super) fn native(&self, command: &str, arguments: &[&str]) -> Command {
         let mut cargo = self.cargo(command, arguments);
         cargo.args(["--features", "querl-sdk/dev", "--config", "profile.dev.debug=0"]);
@@ -109,8 +110,8 @@ impl Build for CrateFolder {
         self.output("wasm")
     }
 
-    /// No source, manifest or lock file is newer than the component. Cargo lists the sources in a `.d` file next to it, including path
-    /// dependencies and the contract's WIT files.
+    /// True if no source, manifest or lock file is newer than the component. Cargo lists the sources in a `.d` file next to it, including
+    /// path dependencies and the contract's WIT files.
     fn is_fresh(&self) -> bool {
         let (Some(built), Ok(listed)) = (modified(&self.component()), std::fs::read_to_string(self.output("d"))) else {
             return false;
@@ -168,7 +169,8 @@ fn manifest(folder: &Path) -> Option<toml::Table> {
     std::fs::read_to_string(folder.join("Cargo.toml")).ok()?.parse().ok()
 }
 
-/// Where cargo finds the workspace of a package: named by it, itself, or the nearest above that does not exclude it.
+/// The folder where cargo finds the workspace of a package: the one named in its manifest, itself, or the nearest parent folder that does
+/// not exclude it.
 fn workspace_of(folder: &Path, manifest_here: &toml::Table) -> PathBuf {
     let named = manifest_here.get("package").and_then(|package| package.get("workspace")?.as_str());
     if let Some(named) = named {

@@ -2,7 +2,7 @@
 #![allow(missing_docs, unreachable_pub, unused_variables, clippy::all, reason = "generated")]
 
 wasmtime::component::bindgen!({
-    // One world over all kinds, so that they share their types; each interface is looked up on its own (see `load`).
+    // One world for all kinds, so that they share their types; interfaces are looked up separately (see `load`).
     inline: "
         package querl:host;
         world every-kind {
@@ -17,7 +17,7 @@ wasmtime::component::bindgen!({
     ",
     path: "../../wit/0.1.0",
     world: "querl:host/every-kind",
-    // Arguments are lowered straight from the records: no text is copied on its way into a guest.
+    // Arguments are lowered directly from the records, without an intermediate copy of the texts.
     ownership: Borrowing { duplicate_if_necessary: true },
 });
 

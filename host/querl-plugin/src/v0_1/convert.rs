@@ -80,7 +80,7 @@ fn context(context: &Context) -> types::Context<'_> {
     types::Context { user_profile: &context.user_profile, history_summary: &context.history_summary }
 }
 
-/// A rewrite that was not looked up is one for which nothing was found.
+/// In contract 0.1, a rewrite without retrieval is one without hits.
 fn candidate<'a>(candidate: &CandidateRef<'a>, lists: &'a CandidateLists<'a>) -> types::Candidate<'a> {
     types::Candidate {
         rewrite: candidate.rewrite,

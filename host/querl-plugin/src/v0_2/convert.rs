@@ -11,7 +11,7 @@ use querl_core::records::{
 
 conversions!(prompts::Task<'static>);
 
-/// `None` for an empty text, by which records express an unknown one.
+/// `None` for an empty text, which stands for an unknown value in records.
 pub(super) fn known(text: &str) -> Option<&str> {
     Some(text).filter(|text| !text.is_empty())
 }

@@ -1,4 +1,4 @@
-//! What the tests of this folder share.
+//! Helpers of the tests in this folder.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test file uses a part of this")]
 
 use querl_core::config::PluginLimits;
@@ -86,7 +86,7 @@ pub fn refusal(name: &str) -> String {
     load_guest(&host(), name).unwrap_err().to_string()
 }
 
-/// All guests that are crates, in one build: the host would build them one by one.
+/// Builds all guests that are crates at once, instead of one by one by the host.
 fn build_guests() {
     static BUILT: Once = Once::new();
     BUILT.call_once(|| {

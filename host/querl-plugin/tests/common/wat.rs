@@ -1,14 +1,14 @@
-//! Guests written as core modules in text, `tests/guests/wat/NAME.wat`, for what a compiler does not let an author do.
+//! Guests written as core modules in text, `tests/guests/wat/NAME.wat`, for code that a compiler would not generate.
 //!
-//! A module imports and exports under the names of the contract, and `wit-component` makes a component of it. Lines that begin
-//! with `;;!` are for this file:
-//! - `include NAME`: the text of `shared/NAME.wat` stands here.
-//! - `contract VERSION`: every `@0.1.0`, of the contract too, becomes this version. A name `NAME@0.2` is `NAME.wat` with `contract
-//!   0.2.0`; `shared/NAME-0.2.wat` stands there in place of `shared/NAME.wat`.
+//! A module imports and exports under the names of the contract, and `wit-component` converts it to a component. Lines that begin with
+//! `;;!` are directives for this file:
+//! - `include NAME`: inserts the text of `shared/NAME.wat`.
+//! - `contract VERSION`: every `@0.1.0`, of the contract too, becomes this version. A name `NAME@0.2` is `NAME.wat` with `contract 0.2.0`;
+//!   `shared/NAME-0.2.wat` then replaces `shared/NAME.wat`.
 //! - `adds INTERFACE ITEM`, `lacks INTERFACE ITEM`, `package ITEM`: changes the contract that the guest is built for.
-//! - `world ITEM`: a part of the guest's world; without any, it is a reward that may import all that there is.
+//! - `world ITEM`: a part of the guest's world; without this directive, it is a reward with all imports.
 //!
-//! Words in double braces are numbers and names that depend on the guest ([`Guest::read`]). A call of `$describe_odd` is left out where the
+//! Words in double braces are numbers and names that depend on the guest ([`Guest::read`]). A call of `$describe_odd` is removed if the
 //! guest has no such function.
 
 use super::repository;
@@ -42,7 +42,7 @@ pub fn component(name: &str) -> Vec<u8> {
     encoded.unwrap_or_else(|error| panic!("{name}.wat: {error:#}"))
 }
 
-/// A module and what it says of its contract.
+/// A module and its directives.
 struct Guest {
     text: String,
     version: String,
@@ -99,7 +99,7 @@ impl Guest {
         self.directives.iter().filter(move |(name, _)| name == word).map(|(_, rest)| rest.as_str())
     }
 
-    /// The contract's files as one, changed as the guest wants it.
+    /// The contract's files, concatenated and modified by the guest's directives.
     fn contract(&self) -> String {
         let folder = if self.version.starts_with("0.1.") { CONTRACT } else { "0.2.0" };
         let mut wit = format!("package querl:plugin@{};\n", self.version);

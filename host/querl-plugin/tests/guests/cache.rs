@@ -1,4 +1,4 @@
-//! Compiled code that someone has changed, or exchanged, between two runs: it is not used, and compiled again.
+//! Compiled code that was modified or exchanged between two runs is not used, but compiled again.
 #![cfg(unix)]
 
 use crate::common::{Lines, episode, guest, host_in};
@@ -6,14 +6,14 @@ use sha2::{Digest, Sha256};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-/// The only file in the cache below `base`.
+/// Path of the only file in the cache in `base`.
 fn kept(base: &Path) -> PathBuf {
     let files: Vec<_> = std::fs::read_dir(base.join("compiled")).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(files.len(), 1, "{files:?}");
     files[0].clone()
 }
 
-/// Lets a new host load the guest from the cache below `base`, and scores with it; says what it warned of.
+/// Loads the guest in a new host with the cache in `base`, and scores with it. Returns the warnings.
 fn used(base: &Path) -> String {
     let (warnings, total) = Lines::of(|| {
         let scored = guest(&host_in(base), "ordinary").score_batch(&[episode("a", "好")]).unwrap();
@@ -23,7 +23,7 @@ fn used(base: &Path) -> String {
     warnings
 }
 
-/// Asserts that a file that `change` has made of the kept one is not used, with a warning, and is written again.
+/// Asserts that a cached file that was modified by `change` is not used, with a warning, and is written again.
 fn assert_not_used(change: impl FnOnce(&Path), warning: &str) {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(used(folder.path()), "");
@@ -46,7 +46,7 @@ fn flipped_bits_are_noticed_wherever_they_are() {
     let folder = tempfile::tempdir().unwrap();
     used(folder.path());
     let n_bytes = std::fs::read(kept(folder.path())).unwrap().len();
-    // In the digest, at the start of the code, within it, at its end.
+    // Positions in the digest, at the start of the code, within it, and at its end.
     for place in [0, 31, 32, 40, n_bytes / 3, n_bytes / 2, n_bytes - 1] {
         let flip = |path: &Path| {
             let mut file = std::fs::read(path).unwrap();
@@ -93,7 +93,7 @@ fn file_that_others_can_write_is_not_used() {
     assert_not_used(open, NOT_OURS);
 }
 
-/// A file that is whole and yet no code of this host: from a build of querl that a crash or a mistake left behind.
+/// A file with a valid digest that is not code of this host, for example from another build of querl.
 #[test]
 fn intact_file_that_does_not_load_is_compiled_again() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Files that are no plugins, and components for another contract than this host's.
+//! Files that are not plugins, and components for contracts that this host does not support.
 
 use crate::common::{assert_others_are_served, episode, guest, host, refusal, wat};
 use querl_core::config::PluginLimits;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use wasmtime::component::Component;
 use wasmtime::{Config, Engine};
 
-/// Why a file with these bytes is not loaded; the host loads an ordinary one afterwards.
+/// The error for a file with these bytes; the host can load a valid one afterwards.
 fn refusal_of(bytes: &[u8]) -> String {
     let host = host();
     let folder = tempfile::tempdir().unwrap();
@@ -113,7 +113,7 @@ fn more_memory_than_the_limit_from_the_start_is_refused() {
     assert!(message.contains("such as `plugins.limits.memory_bytes`: ") && message.ends_with(&cause), "{message}");
 }
 
-/// Blocks in blocks, and in each a jump to any of those around it: 200 KB that take Cranelift more than half a minute.
+/// Nested blocks with a jump from each to all enclosing ones: 200 KB that take Cranelift more than half a minute.
 fn slow_to_compile() -> Vec<u8> {
     const DEPTH: usize = 500;
     let jump = |depth: usize| {

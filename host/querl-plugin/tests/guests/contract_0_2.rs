@@ -1,4 +1,4 @@
-//! Guests of contract 0.2: those of contract 0.1 built for it, and what only it allows.
+//! Guests of contract 0.2: the guests of contract 0.1 built for it, and guests that only contract 0.2 permits.
 
 use crate::common::{
     assert_others_are_served, cache_dir, episode, guest, host, host_with, load_bytes, load_guest, wat,
@@ -14,7 +14,7 @@ use querl_plugin::{
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Host functions that answer, and remember who asked for what item.
+/// Host functions that return results and record plugin and item of each call.
 #[derive(Default)]
 struct Answers {
     asked: Mutex<Vec<(String, String)>>,
@@ -45,10 +45,10 @@ fn open(
     host.open(plugin, &PluginSettings::default(), port).map_err(|error| error.to_string())
 }
 
-/// Why the guest is not loaded or opened, or the fault of a batch whose second episode's query is odd. Afterwards an ordinary batch of
-/// the same plugin is served, and one of another.
+/// The error in loading or opening the guest, or the fault of a batch whose second episode has an unusual query. Afterwards a normal batch
+/// of the same plugin and one of another plugin are scored.
 fn breach(name: &str) -> (String, Option<FaultKind>) {
-    // A minute: the clock plays no part.
+    // A time limit of a minute, so that it has no effect.
     let host = host_with(PluginLimits { timeout_ms: 60_000, ..PluginLimits::default() });
     let functions: Arc<dyn HostFunctions> = Arc::new(Answers::default());
     let opened = match load_guest(&host, name) {
@@ -75,7 +75,7 @@ fn breach(name: &str) -> (String, Option<FaultKind>) {
     breach
 }
 
-/// Guests that are odd for every episode.
+/// Guests that violate the contract for every episode.
 const ALWAYS_ODD: [&str; 3] = ["endless-list@0.2", "loops-in-realloc@0.2", "too-many-scores@0.2"];
 
 fn assert_breaches(cases: &[(&str, &str, Option<FaultKind>)]) {
@@ -183,7 +183,7 @@ fn odd_descriptions_are_refused() {
 fn describe_is_the_same_every_time() {
     let host = host();
     for _ in 0..3 {
-        // A second host would call it again: an instance lives for one call.
+        // A second host calls it again, because an instance exists for one call only.
         assert_eq!(load_guest(&crate::common::host(), "describe-changes").unwrap().id(), "describe");
     }
     let plugin = load_guest(&host, "describe-asks-settings").unwrap();

@@ -1,4 +1,4 @@
-//! Guests that look for the world, keep something between calls, or write to the log.
+//! Guests that access the environment, keep state between calls, or write to the log.
 
 use crate::common::{Lines, assert_others_are_served, episode, fault_message, guest, host};
 use querl_core::config::PluginLimits;
@@ -81,7 +81,7 @@ fn log_is_one_clean_line_each_and_is_cut() {
     assert!(text.len() < 100_000, "{}", text.len());
 }
 
-/// What each call may log was once all that a run of many calls could be made to log.
+/// Regression: only the log of each call was limited, not that of a run with many calls.
 #[test]
 fn log_of_many_calls_ends_with_a_note() {
     let host = host();

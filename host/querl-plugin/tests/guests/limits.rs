@@ -1,4 +1,4 @@
-//! Guests that do not end, or take more than they may: fuel, the clock, the stack, tables.
+//! Guests that do not terminate or exceed their limits: fuel, time, stack, tables.
 
 use crate::common::{
     assert_others_are_served, cpu_time, episode, fault_message, fault_of, guest, host, host_with, refusal, title,
@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 const TIMEOUT: Duration = Duration::from_millis(200);
 
-/// What a call of `name` alone takes beyond [`TIMEOUT`] where fuel is plenty, in CPU time, since the machine may be busy with other tests:
-/// the median of a few runs. Each run ends in the sentence about the clock, and the next call is served.
+/// CPU time beyond [`TIMEOUT`] of a call of `name` with enough fuel: the median of a few runs. CPU time, because the machine may be busy
+/// with other tests. Each run must fail with the message about the time limit, and the next call must succeed.
 fn overshoot(name: &str, query: &str) -> Duration {
     let host = host_with(with_plenty_of_fuel(TIMEOUT.as_millis() as u64));
     let plugin = guest(&host, name);
@@ -32,10 +32,10 @@ fn overshoot(name: &str, query: &str) -> Duration {
     beyond[3]
 }
 
-/// Asserts that fuel stops `name` long before the clock would, with the sentence about fuel.
+/// Asserts that `name` is stopped by the fuel limit long before the time limit, with the message about fuel.
 fn assert_stopped_by_fuel(name: &str, query: &str) {
     let start = Instant::now();
-    // A minute: the clock plays no part.
+    // A time limit of a minute, so that it has no effect.
     let (message, kind) = fault_message(name, query, PluginLimits { timeout_ms: 60_000, ..PluginLimits::default() });
     assert_eq!(kind, FaultKind::Limit);
     let expected = format!("plugin {}: episode `step-1/b/0`: used up its fuel", title(name));
@@ -67,7 +67,7 @@ fn bulk_copies_take_fuel_by_the_byte() {
     assert_stopped_by_fuel("bulk-copy", "x");
 }
 
-/// Loops, endless calls of the host, work of the host for a guest that does little itself, and bulk copies.
+/// Loops, endless host calls, host calls that make the host do much work, and bulk copies.
 #[test]
 fn guests_with_plenty_of_fuel_are_stopped_by_the_clock() {
     for (name, query) in
@@ -83,7 +83,7 @@ fn sleep_does_not_hold_the_host() {
     let host = host();
     let plugin = guest(&host, "sleeps");
     let start = Instant::now();
-    // Sleeping returns at once; what std makes of a clock that does not move is its own.
+    // Sleeping returns immediately; the behaviour of std with a clock that does not advance is not tested.
     let _ = plugin.score_batch(&[episode("a", "sleep")]);
     assert!(start.elapsed() < Duration::from_secs(5));
     assert_eq!(plugin.score_batch(&[episode("a", "好")]).unwrap()[0].as_ref().unwrap().total, 0.5);

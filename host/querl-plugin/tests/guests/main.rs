@@ -1,5 +1,5 @@
-//! Hostile and odd guests: what each does, what the host says, and that the host serves the next call of the same plugin and of
-//! another.
+//! Hostile and invalid guests: for each, the host reports the expected error, and the next calls of the same plugin and of another one
+//! succeed.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../common/mod.rs"]
@@ -17,7 +17,7 @@ mod threads;
 
 use std::path::Path;
 
-/// Below `folder`, the text of all `.rs` files.
+/// The concatenated text of all `.rs` files in `folder`.
 fn sources(folder: &Path) -> String {
     let Ok(entries) = std::fs::read_dir(folder) else { return String::new() };
     let text = |path: &Path| match path.is_dir() {
@@ -28,7 +28,7 @@ fn sources(folder: &Path) -> String {
     entries.map(|entry| text(&entry.unwrap().path())).collect()
 }
 
-/// What loads the guest that it is given the name of.
+/// Functions that load a guest by its name.
 const LOADERS: [&str; 14] = [
     "guest(",
     "refusal(",
@@ -46,7 +46,7 @@ const LOADERS: [&str; 14] = [
     "fault_of_recheck(",
 ];
 
-/// The functions of the tests that load a guest, without comments: what only mentions one tests nothing.
+/// The calls of these functions in the tests, without comments, which test nothing.
 fn calls_of_loaders(tests: &str) -> String {
     let code = tests.lines().map(|line| line.split("//").next().unwrap_or_default());
     let code = code.collect::<Vec<_>>().join("\n");

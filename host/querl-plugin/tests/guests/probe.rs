@@ -1,5 +1,5 @@
-//! The probe of `querl-conformance --host`, a guest of contract 0.2 in Rust: each mode that breaks a rule is contained, with a message that
-//! names the plugin and its version.
+//! The probe of `querl-conformance --host`, a guest of contract 0.2 in Rust: each mode that violates a rule is contained, with a message
+//! that names plugin and version.
 
 use crate::common::{assert_others_are_served, episode, host, host_with, load_bytes, repository, sample};
 use querl_core::config::PluginLimits;
@@ -21,12 +21,12 @@ fn mode(mode: &str) -> PluginSettings {
     [("mode".to_owned(), mode.into())].into()
 }
 
-/// Runs each mode, then an ordinary plugin.
+/// Runs each mode, then a valid plugin.
 fn assert_contained<'a>(
     cases: &[(&'a str, &str, FaultKind)],
     run: impl Fn(&PluginHost, &Plugin, &'a str) -> Result<String, PluginFault>,
 ) {
-    // Fuel to fill all memory; a minute, so that the clock plays no part.
+    // Enough fuel to fill all memory; a time limit of a minute, so that it has no effect.
     let limits = PluginLimits { fuel_per_call: 1_000_000_000, timeout_ms: 60_000, ..PluginLimits::default() };
     let host = host_with(limits);
     let probe = load_probe(&host, "plain");

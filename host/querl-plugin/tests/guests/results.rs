@@ -1,11 +1,11 @@
-//! Guests whose results are not what the contract says.
+//! Guests whose results violate the contract.
 
 use crate::common::{assert_others_are_served, episode, fault_message, guest, host, load_guest, refusal, title};
 use querl_core::config::PluginLimits;
 use querl_core::ports::FaultKind;
 use querl_plugin::{PluginPort, PluginSettings};
 
-/// The sentence about the second of three episodes; the breach is one of the result.
+/// The message about the second of three episodes; its result violates the contract.
 fn message_of_result(name: &str, query: &str) -> String {
     let (message, kind) = fault_message(name, query, PluginLimits::default());
     assert_eq!(kind, FaultKind::Result, "{message}");
@@ -47,7 +47,7 @@ fn results_against_the_contract_are_faults() {
         ("infinite-total", "total is inf; expected a number within the declared range 0 to 1"),
         ("infinite-component", "component `part` is -inf; expected a finite number"),
         ("repeated-component", "component `part` appears twice"),
-        // The message shows the code without its escapes.
+        // The message shows the code without control characters.
         ("bad-code", "rejected with the code `[2JNo`; expected 1 to 64 of a to z, 0 to 9 and _"),
         ("bad-pointer", "returned what cannot be read: string pointer/length out of bounds of memory"),
     ] {

@@ -1,4 +1,4 @@
-//! Style scorers that hold on to the style model of the run.
+//! Style scorers that call the style model of the run many times.
 
 use crate::common::{assert_others_are_served, host, host_with, load_guest, with_plenty_of_fuel};
 use querl_core::ports::{FaultKind, PluginFault, StyleModel, StyleScorer};
@@ -7,7 +7,7 @@ use querl_plugin::{PluginHost, PluginPort, PluginSettings};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A model of one class, which takes so long for a dialogue.
+/// A model with one class that takes this long for a dialogue.
 struct Slow(Duration);
 
 impl StyleModel for Slow {
@@ -17,7 +17,7 @@ impl StyleModel for Slow {
     }
 }
 
-/// Asks the model once for a dialogue, and without end for one whose id starts with `x`.
+/// A scorer that calls the model once per dialogue, and endlessly for a dialogue whose id starts with `x`.
 fn scorer(host: &PluginHost, model_time: Duration) -> Box<dyn StyleScorer> {
     let plugin = load_guest(host, "classifies").unwrap();
     host.open(&plugin, &PluginSettings::default(), PluginPort::style_scorer(Some(Arc::new(Slow(model_time))))).unwrap()

@@ -1,4 +1,4 @@
-//! Many threads on few slots: every call is right, nobody waits for ever, and faults give their slots back.
+//! Many threads on few slots: every call is correct, none waits forever, and faults release their slots.
 
 use crate::common::{episode, guest, host, host_with, with_plenty_of_fuel};
 use std::sync::Barrier;
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 const N_THREADS: usize = 64;
 
-/// The default of a host.
+/// A host's default.
 const N_SLOTS: u32 = 8;
 
 #[test]
@@ -37,8 +37,8 @@ fn many_threads_get_their_own_results_among_faults() {
     });
 }
 
-/// A lost slot would make one of the calls wait for another's end: with a CPU for each call, a round would take as long as two. If every fault
-/// lost one, no call would end.
+/// A lost slot would make one call wait for the end of another, so that a round would take twice as long if each call had a CPU. If every
+/// fault lost a slot, the calls would block forever.
 #[test]
 fn faults_give_their_slots_back() {
     assert_eq!(querl_plugin::HostOptions::default().n_slots, N_SLOTS);

@@ -1,11 +1,11 @@
-"""querl in Python: reward plugins, and the environment of a configuration, for other training engines.
+"""querl in Python: reward plugins and the RL environment of a configuration, for other training engines.
 
     import querl
     scorer = querl.load("querl.toml")
     results = scorer.score([{"query": {"query": "一天几粒啊"}, "response": "深海鱼油软胶囊 食用方法"}])
 
-`querl.integrations` has the reward functions of TRL, verl, ms-swift, verifiers and OpenRLHF. docs/engines.md describes
-both. `querl.tracking` mirrors runs to experiment trackers: docs/tracking.md.
+`querl.integrations` has reward functions for TRL, verl, ms-swift, verifiers and OpenRLHF (docs/engines.md).
+`querl.tracking` mirrors runs to experiment trackers (docs/tracking.md).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ try:
     from ._rows import rows
     from .run import Run
 
-    # Plugins are compiled by the program, in a process of its own: this one is Python.
+    # The `querl` program compiles plugins in a subprocess. The default is the current executable, which is the Python interpreter here.
     set_program(_program.program())
 except ModuleNotFoundError as error:
-    # Sources without the extension module, which tracking does not need.
+    # `querl.tracking` also works from a source checkout, where the extension module is not built.
     if error.name != f"{__name__}._querl":
         raise
     _missing = error
@@ -56,5 +56,5 @@ __all__ = [
 
 
 def load(config: str | os.PathLike[str], overrides: list[str] | None = None) -> Scorer:
-    """Opens services and plugins of a `querl.toml` or a run directory. `overrides` are `KEY=VALUE` as of `--set`."""
+    """Opens the `Scorer` of a `querl.toml` or a run directory. `overrides` are `KEY=VALUE`, as for `--set` of the command line."""
     return Scorer(config, overrides)

@@ -1,4 +1,4 @@
-"""`querl` and `python -m querl`: the program of the command line, which is in this package."""
+"""`querl` and `python -m querl`: replaces this process with the native `querl` program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main() -> NoReturn:
     except QuerlError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    # Tracking then uses the Python that has this package.
+    # `querl track` starts `$PYTHON`: the interpreter where this package is installed.
     os.environ.setdefault("PYTHON", sys.executable)
     os.execv(path, [str(path), *sys.argv[1:]])
 

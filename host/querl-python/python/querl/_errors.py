@@ -1,13 +1,13 @@
-"""Exceptions that the extension module does not have."""
+"""Exceptions defined in Python."""
 
 from ._querl import QuerlError, Rejection
 
 
 class SampleRejected(QuerlError):
-    """Raised where an engine takes a number for every sample: a rejection has none, and is not a score of 0."""
+    """A rejected sample, for engines that need a number for every sample. A rejection has no score; it is not a score of 0."""
 
     def __init__(self, code: str, detail: str) -> None:
-        # Both are arguments of the exception, so that it can be pickled by a worker.
+        # Pickling calls the class with `args` again, so both have to be in `args`.
         super().__init__(code, detail)
         self.code = code
         self.detail = detail

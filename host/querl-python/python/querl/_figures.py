@@ -1,4 +1,4 @@
-"""Figures of `eval.json`, one by one."""
+"""The metrics of `eval.json` as a flat list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 
 def figures(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """`{"of", "metric", "mean", "low", "high"}` of systems (`rl`) and pairs (`rl-sft`); figures without a value are left out."""
+    """One record `{"of", "metric", "mean", "low", "high"}` for each metric of a system (`of="rl"`) or of a pair (`of="rl-sft"`).
+
+    `low` and `high` bound the 95% bootstrap interval. Metrics without a value are left out.
+    """
     records: list[dict[str, Any]] = []
     for kind in ("systems", "pairs"):
         for name, metrics in evaluation.get(kind, {}).items():
@@ -16,7 +19,7 @@ def figures(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _intervals(metrics: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every interval `{"mean", "low", "high"}`, those of components as `components/NAME`."""
+    """Yields name and interval `{"mean", "low", "high"}` of each metric. Nested metrics are named `components/NAME`."""
     for name, value in metrics.items():
         if isinstance(value, dict):
             if isinstance(value.get("mean"), (int, float)):

@@ -1,4 +1,4 @@
-"""Plugins and the environment of a configuration, which take tables as well as lists of dictionaries."""
+"""`Reward`, `Filter`, `StyleScorer` and `Scorer`. Their methods take lists of dictionaries or tables (see `querl.rows`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _Result = TypeVar("_Result")
 
 
 def _over_rows(native: Callable[[list[dict[str, Any]]], list[_Result]], table: object) -> list[_Result]:
-    """Results of a native method for a table.
+    """Calls a native method with the rows of a table.
 
-    `rows` costs more than most calls: plain dictionaries, also those of lines of `episodes.jsonl`, are passed as they are. If the method
-    refuses one, `rows` leaves out None and converts what is not JSON, or names row and field.
+    A list of plain dictionaries is passed without conversion first, because `rows` takes longer than most calls. If the native method
+    raises TypeError or ValueError, the call is repeated with the output of `rows`, which removes None, converts values that are
+    not JSON, or raises an error that names row and field.
     """
     if type(table) is list and all(type(row) is dict for row in table):
         episodes = [row["episode"] if row.get("format") == 3 and "episode" in row else row for row in table]
@@ -32,7 +33,7 @@ def _over_rows(native: Callable[[list[dict[str, Any]]], list[_Result]], table: o
 
 
 class _Wrapper:
-    """Holds an object of the extension module. It is pickled as the arguments that open it again, in any process."""
+    """Wraps an object of the extension module. It is pickled as constructor arguments; unpickling opens it again."""
 
     _native: Any
 
@@ -54,17 +55,19 @@ class _Plugin(_Wrapper):
         trusted_keys: list[str] | None = None,
         digest: str | None = None,
     ) -> None:
-        """`path` is a bundle, a component or a source folder; `settings` and `limits` are as in a configuration.
+        """Opens a plugin.
 
-        With `trusted_keys` only bundles that one of them signed are opened; with `digest` only this bundle or
-        component.
+        path: a bundle (`.querl`), a component (`.wasm`) or a folder with the plugin's source code.
+        settings, limits: as in the `[plugins]` section of a configuration.
+        trusted_keys: public keys. If given, `path` must be a bundle that is signed with one of them.
+        digest: SHA-256 of the bundle or component. If given, any other file is refused.
         """
         check(program())
         self._native = self._class(path, settings, limits, trusted_keys, digest)
 
     @property
     def name(self) -> str:
-        """Id in the manifest."""
+        """The plugin's name in its manifest (plugin.toml)."""
         return str(self._native.name)
 
     @property
@@ -73,63 +76,72 @@ class _Plugin(_Wrapper):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of bundle or component."""
+        """SHA-256 of the bundle or component."""
         return str(self._native.digest)
 
 
 class Reward(_Plugin):
-    """A reward plugin without an environment: scores episodes whose hits and judgements are known."""
+    """A reward plugin without an environment: scores episodes that already contain their retrieval hits and judge scores."""
 
     _native: _querl.Reward
     _class = _querl.Reward
 
     def score(self, episodes: object) -> list[Score | Rejection]:
-        """One result for each episode, in order. Episodes of one `group_id` must be in one call where the plugin scores
-        groups.
+        """Scores episodes. Returns one `Score` or `Rejection` for each episode, in the same order.
 
-        An episode has the form of `episode` in docs/files.md#episodesjsonl; for tables see `querl.rows`.
+        A plugin that scores groups needs all episodes with the same `group_id` in one call.
+
+        episodes: dictionaries with the fields of `episode` in docs/files.md#episodesjsonl, or a table (see `querl.rows`).
         """
         return _over_rows(self._native.score, episodes)
 
     @property
     def range(self) -> tuple[float, float]:
-        """Lowest and highest total."""
+        """Lowest and highest total that the plugin declares."""
         return self._native.range
 
     @property
     def inputs(self) -> dict[str, str]:
-        """What the plugin reads of an episode: `optional` or `required` by name."""
+        """The episode inputs that the plugin reads: `{"retrieval": "required", "judgement": "optional"}`."""
         return self._native.inputs
 
 
 class Filter(_Plugin):
-    """A filter of training data."""
+    """A filter plugin: decides which rows stay in the training data."""
 
     _native: _querl.Filter
     _class = _querl.Filter
 
     def check(self, samples: object) -> list[Rejection | None]:
-        """None for each sample that is kept. All rows of a split belong in one call: a filter may look for duplicates."""
+        """Checks samples. Returns None for each sample that is kept and a `Rejection` for each that is dropped, in the same order.
+
+        Pass all rows of a split in one call: a filter may compare rows, for example to remove duplicates.
+        """
         return _over_rows(self._native.check, samples)
 
 
 class StyleScorer(_Plugin):
-    """A scorer of the style of answers."""
+    """A style scorer plugin: scores the style of the assistant's last turn in a dialogue."""
 
     _native: _querl.StyleScorer
     _class = _querl.StyleScorer
 
     def score(self, dialogues: object) -> list[Score | Rejection]:
-        """One result for each dialogue `{"id", "turns": [{"role", "content"}]}`, in order."""
+        """Scores dialogues `{"id", "turns": [{"role", "content"}]}`. Returns one `Score` (0 to 1) or `Rejection` for each, in order."""
         return _over_rows(self._native.score, dialogues)
 
 
 class Scorer(_Wrapper):
-    """The environment of a configuration or a run: parses responses, looks them up, judges and scores them as in training.
+    """The RL environment of a configuration or a run.
 
-    `config` is a `querl.toml` or a run directory, `overrides` are `KEY=VALUE` as of `--set`. An object may be pickled,
-    and used after a fork and by several threads. With local models (of style, retrieval or reranking) it cannot be used
-    after a fork: start workers with the method `spawn` or `forkserver`.
+    As in training, it parses the rewrite from each response, retrieves passages for it, calls the judge, and computes the
+    weighted sum of the reward plugins.
+
+    config: a `querl.toml` or a run directory.
+    overrides: `KEY=VALUE`, as for `--set` of the command line.
+
+    A `Scorer` can be pickled, shared by threads, and used after a fork. Exception: with local models (style, embedding
+    or reranker) it cannot be used after a fork; start workers with the method `spawn` or `forkserver`.
     """
 
     _native: _querl.Scorer
@@ -137,26 +149,37 @@ class Scorer(_Wrapper):
     def __init__(
         self, config: str | os.PathLike[str], overrides: list[str] | None = None, digests: list[str] | None = None
     ) -> None:
-        """With `digests` only these plugins of the configuration are opened, in its order: a pickled object has them."""
+        """`digests`: SHA-256 of the configuration's plugins, in its order. If given, other plugins are refused. Set by unpickling."""
         check(program())
         self._native = _querl.Scorer(config, overrides, digests)
 
     def score(self, requests: object) -> list[Score | Rejection]:
-        """One result for each request, in order. Blocks on services, without the GIL.
+        """Scores responses. Returns one `Score` or `Rejection` for each request, in the same order.
 
-        A request is `{"query", "response", "truncated"?, "n_tokens"?, "prompt"?, "step"?, "group_id"?,
-        "sample_index"?}`. `query` is the id of a query of the run, or `{"query", "user_profile"?, "history_summary"?,
-        "gold_ids"?, "columns"?, "baseline"?}` as a dictionary or its JSON.
+        Blocks until retrieval, judge and plugins have finished; releases the GIL meanwhile. Rewards that score groups need
+        all requests with the same `group_id` in one call.
+
+        A request is a dictionary. All keys but the first two are optional:
+
+        query: id of a query of the run; or `{"query", "user_profile"?, "history_summary"?, "gold_ids"?, "columns"?,
+            "baseline"?}`, as a dictionary or as JSON text.
+        response: text that the policy generated.
+        truncated: True if the token limit ended the response.
+        n_tokens: number of generated tokens.
+        prompt: messages `[{"role", "content"}]` that the policy got.
+        step: training step, from 0.
+        group_id: the same for all samples of one query in one batch.
+        sample_index: index of the response in its group, from 0.
         """
         return _over_rows(self._native.score, requests)
 
     async def score_async(self, requests: object) -> list[Score | Rejection]:
-        """`score` in a thread of the event loop's pool."""
+        """Runs `score` in the thread pool of the event loop."""
         return await asyncio.to_thread(self.score, requests)
 
     @property
     def range(self) -> tuple[float, float]:
-        """Lowest and highest total: the weighted sum over all rewards."""
+        """Lowest and highest possible total: the weighted sum of the reward plugins."""
         return self._native.range
 
     @property

@@ -1,4 +1,4 @@
-"""Where the `querl` program is."""
+"""Locates the native `querl` program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from ._querl import QuerlError
 
 
 def program() -> Path:
-    """`$QUERL_PROGRAM`, else the program in this package, else the one in `$PATH`; that of the package where there is none."""
+    """Path of the program: `$QUERL_PROGRAM`, else the file in this package, else the first one in `$PATH`.
+
+    If there is none, the path in this package, for the error message of `check`.
+    """
     packaged = Path(__file__).parent / "bin" / "querl"
     named = os.environ.get("QUERL_PROGRAM")
     if named:
@@ -18,12 +21,12 @@ def program() -> Path:
     return next((path for folder in folders if is_native(path := Path(folder or ".") / "querl")), packaged)
 
 
-# ELF; Mach-O of 64 bits, and of several architectures.
+# ELF; 64-bit Mach-O; universal Mach-O.
 MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 def is_native(path: Path) -> bool:
-    """Whether the file is a compiled program: the console script of this package, which starts `program()`, has the same name."""
+    """True for an executable in machine code. Excludes this package's console script, which has the same name and starts `program()`."""
     try:
         with path.open("rb") as file:
             return file.read(4).startswith(MAGIC) and os.access(path, os.X_OK)
@@ -32,7 +35,7 @@ def is_native(path: Path) -> bool:
 
 
 def check(path: Path) -> None:
-    """Raises QuerlError where the program is missing."""
+    """Raises QuerlError if the program does not exist."""
     if not path.is_file():
         source = "QUERL_PROGRAM" if os.environ.get("QUERL_PROGRAM") else "this package was built without it"
         raise QuerlError(

@@ -1,4 +1,4 @@
-"""The extension module: plugins, and the environment of a configuration. All objects can be used from any thread."""
+"""The extension module: plugins and the RL environment of a configuration. All objects are thread-safe."""
 
 import os
 from typing import Any, Literal
@@ -8,37 +8,41 @@ __version__: str
 _Path = str | os.PathLike[str]
 
 class QuerlError(Exception):
-    """A file, a setting or a service cannot be used; the message says which and why."""
+    """A file, a setting or a service cannot be used. The message names it and the reason."""
 
 class PluginFault(QuerlError):
-    """A plugin broke its contract or exceeded a limit."""
+    """A plugin violated its contract (wit/) or exceeded a limit of fuel, memory or time."""
 
 class Score:
     """A score of an episode or a dialogue."""
 
     @property
     def total(self) -> float:
-        """Within the declared range."""
+        """The score, within the declared range."""
 
     @property
     def components(self) -> dict[str, float]:
-        """In the plugin's order."""
+        """Named parts of the score, in the plugin's order."""
 
     @property
     def episode(self) -> dict[str, Any] | None:
-        """The episode that a `Scorer` scored, with hits, judgements and style; None for a score of a plugin alone."""
+        """The scored episode with hits, judge scores and style, for results of a `Scorer`; None for results of a single plugin."""
 
 class Rejection:
-    """Why there is no score. It is not a score of 0."""
+    """The reason why an item has no score. It is not a score of 0."""
 
     @property
     def code(self) -> str:
-        """Stable, for counting: `baseline_retrieval_failed`."""
+        """Stable identifier for counting, such as `baseline_retrieval_failed`."""
 
     @property
-    def detail(self) -> str: ...
+    def detail(self) -> str:
+        """One sentence for people; may change between versions."""
+
     @property
-    def by(self) -> Literal["plugin", "host"]: ...
+    def by(self) -> Literal["plugin", "host"]:
+        """Who rejected the item: the plugin, or querl itself (`host`), for example because retrieval failed."""
+
     @property
     def episode(self) -> dict[str, Any] | None: ...
 
@@ -53,13 +57,13 @@ class _Plugin:
     ) -> None: ...
     @property
     def name(self) -> str:
-        """Id in the manifest."""
+        """The plugin's name in its manifest (plugin.toml)."""
 
     @property
     def version(self) -> str: ...
     @property
     def digest(self) -> str:
-        """SHA-256 of bundle or component. A worker that unpickles the object refuses another one."""
+        """SHA-256 of the bundle or component. Unpickling fails if the file has another digest."""
 
     def __reduce__(self) -> tuple[Any, ...]: ...
 
@@ -71,7 +75,7 @@ class Reward(_Plugin):
     def inputs(self) -> dict[str, str]: ...
 
 class Prompt(_Plugin):
-    """A tenant's prompts."""
+    """A prompt plugin: builds prompts and parses responses."""
 
     def messages(
         self,
@@ -81,10 +85,10 @@ class Prompt(_Plugin):
         history_summary: str = "",
         rewrite: str | None = None,
     ) -> list[dict[str, str]]:
-        """The conversation of a task; `rewrite` is the one to judge."""
+        """The messages `[{"role", "content"}]` of a task's prompt. `rewrite`: the rewrite to judge, for the task `judge` only."""
 
     def parse_rewrite(self, text: str) -> str | None:
-        """The rewrite in a model's response; None where the plugin finds none."""
+        """The rewrite in a model's response; None if the response contains no rewrite."""
 
 class Filter(_Plugin):
     def check(self, samples: list[dict[str, Any]]) -> list[Rejection | None]: ...
@@ -102,7 +106,7 @@ class Scorer:
     def __reduce__(self) -> tuple[Any, ...]: ...
 
 def load_config(path: _Path, overrides: list[str] | None = None) -> dict[str, Any]:
-    """The configuration in a file, or of a run directory, with every value in force."""
+    """The resolved configuration of a `querl.toml` or a run directory: every key with its value, defaults included."""
 
 def set_program(path: _Path) -> None:
-    """Names the `querl` program, which compiles plugins in a process of its own. The first call counts."""
+    """Sets the path of the `querl` program, which compiles plugins in a subprocess. Later calls have no effect."""

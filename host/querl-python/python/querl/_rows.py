@@ -1,4 +1,4 @@
-"""Tables and records as lists of dictionaries."""
+"""Converts tables and records to lists of dictionaries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ _EXPECTED = "expected a list of dictionaries or dataclasses, a pandas DataFrame 
 
 
 def rows(table: object) -> list[dict[str, Any]]:
-    """The rows of a table: dictionaries or dataclasses, a pandas or polars DataFrame, a pyarrow Table, a Hugging Face
-    dataset.
+    """Converts a table to a list of dictionaries with JSON values.
 
-    A value of None is left out, as a column of parquet files pads missing keys. A line of `episodes.jsonl` is replaced
-    by its episode.
+    table: an iterable of dictionaries or dataclasses, a pandas or polars DataFrame, a pyarrow Table, or a Hugging Face
+        dataset.
 
-    Raises TypeError, with row and field, for NaN, Inf and values that are not JSON.
+    Keys whose value is None are removed, because parquet files pad missing keys with null. A line of `episodes.jsonl` is
+    replaced by its `episode`.
+
+    Raises TypeError, with row and field, for NaN, Inf and values that JSON cannot represent.
     """
     return [_row(item, index) for index, item in enumerate(_items(table))]
 
@@ -54,7 +56,7 @@ def _row(item: object, index: int) -> dict[str, Any]:
 
 
 def _named(mapping: Mapping[Any, Any], index: int, field: str) -> list[tuple[str, Any]]:
-    """The entries with a value."""
+    """The entries whose value is not None."""
     for key in mapping:
         if not isinstance(key, str):
             raise _refused(index, field or "(row)", f"a key that is {type(key).__name__}", "a text")

@@ -1,4 +1,4 @@
-"""Results of a run directory. docs/files.md describes the files."""
+"""Reads the results in a run directory. docs/files.md describes the files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Form = Literal["pandas", "arrow"]
 
 
 class Run:
-    """A run directory, finished or in progress. Every call reads the files again."""
+    """A run directory, finished or in progress. Nothing is cached: every call reads the files."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
@@ -26,26 +26,31 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration with every value in force."""
+        """The resolved configuration: every key with its value, defaults included."""
         return load_config(self.directory, [])
 
     def episodes(self, as_: Form | None = None) -> Any:
-        """Lines of `episodes.jsonl`, in order: dictionaries, or a pandas DataFrame or pyarrow Table. `Reward.score` takes all of these."""
+        """The lines of `episodes.jsonl`, in order, as a list of dictionaries, a pandas DataFrame or a pyarrow Table.
+
+        Each of these can be passed to `Reward.score`.
+        """
         return _as(_lines(self.directory / "episodes.jsonl"), as_)
 
     def metrics(self, as_: Form | None = None) -> Any:
-        """Lines of `metrics.jsonl`: `stage`, `step` and numbers by name."""
+        """The lines of `metrics.jsonl`: `stage`, `step`, and one key for each metric."""
         return _as(_lines(self.directory / "metrics.jsonl"), as_)
 
     def figures(self, as_: Form | None = None) -> Any:
-        """Figures of `eval.json`, one a row: `of` (a system such as `rl`, or a pair such as `rl-sft`), `metric`, `mean`,
-        `low`, `high`, and `n` of pairs. Figures without a value are left out.
+        """The metrics of `eval.json`, one row for each metric of a system or a pair.
+
+        Keys: `of` (a system such as `rl`, or a pair such as `rl-sft`), `metric`, `mean`, `low` and `high` (95% interval); for
+        pairs also `n`, the number of compared queries. Metrics without a value are left out.
         """
         return _as(figures(self.evaluation), as_)
 
     @property
     def evaluation(self) -> dict[str, Any]:
-        """`eval.json` as it is; empty before the stage `eval`."""
+        """The content of `eval.json`; empty before the stage `eval` has finished."""
         path = self.directory / "eval.json"
         if not path.is_file():
             return {}
@@ -68,7 +73,7 @@ def _as(records: list[dict[str, Any]], form: Form | None) -> Any:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file; empty for a missing file. A last line that a killed process has not finished is left out."""
+    """The objects of a JSON lines file; empty if the file is missing. An incomplete last line (the writer was killed) is skipped."""
     if not path.is_file():
         return []
     records = []

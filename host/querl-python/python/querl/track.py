@@ -1,6 +1,6 @@
 """`python -m querl.track RUN_DIR --to TRACKER`: mirrors a run to an experiment tracker. `querl track` runs it.
 
-Exit codes are those of querl: 0, 1 where the tracker failed, 2 for what the user can correct, 130 after an interrupt.
+Exit codes are those of querl: 0 for success, 1 if the tracker failed, 2 for a usage or configuration error, 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.follow and hasattr(os, "nice"):
         os.nice(10)  # training comes first
     try:
-        # Libraries write to stdout, which has the result alone.
+        # Tracker libraries print to stdout, which is reserved for the result.
         with contextlib.redirect_stdout(sys.stderr):
             text = _mirror(args, stop)
     except TrackingError as error:

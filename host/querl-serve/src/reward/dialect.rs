@@ -7,8 +7,8 @@ use querl_core::scoring::{RewardQuery, RewardRequest};
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Ends of sequences and of turns. OpenRLHF decodes responses with special tokens, and slime by default too: the environment scores texts
-/// without them. Qwen; Llama 3; Llama 2 and Mistral; Gemma; Phi; DeepSeek.
+/// End-of-sequence and end-of-turn tokens. OpenRLHF decodes responses with special tokens, and slime by default, too; the environment
+/// scores texts without them. Qwen; Llama 3; Llama 2 and Mistral; Gemma; Phi; DeepSeek.
 const END_TOKENS: [&str; 8] = [
     "<|im_end|>",
     "<|endoftext|>",

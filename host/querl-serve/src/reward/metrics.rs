@@ -63,7 +63,7 @@ impl RewardMetrics {
         };
         for route in &ROUTES[..N_SCORING] {
             metrics.durations.with_label_values(&[route]);
-            // So that the counter has its HELP and TYPE before the first request.
+            // Created now, so that the counter has HELP and TYPE before the first request.
             metrics.requests.with_label_values(&[route, "200"]);
         }
         Ok(metrics)

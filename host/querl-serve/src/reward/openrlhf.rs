@@ -31,7 +31,7 @@ pub(super) fn requests(mut fields: JsonFields, options: &RewardOptions) -> Resul
 
 fn request(index: usize, query: &str, prompt: &str, label: &Value) -> Result<RewardRequest, ErrorResponse> {
     let response = query.strip_prefix(prompt).ok_or_else(|| {
-        // A prompt that is too long loses its beginning in `query`, but not in `prompts`.
+        // A prompt that is too long is truncated at its start in `query`, but not in `prompts`.
         let remedy = "raise --data.max_len, or leave long prompts out";
         ErrorResponse::value(format!("`query`, index {index}: does not begin with its prompt; {remedy}"))
     })?;

@@ -100,7 +100,7 @@ impl RewardServer {
 
     /// Scores responses: one record for each request, in order, whose numbers are finite.
     pub(super) async fn score(&self, requests: Vec<RewardRequest>) -> Result<Vec<EpisodeRecord>, ErrorResponse> {
-        // OpenRLHF sends empty lists where it has more servers than queries.
+        // OpenRLHF sends empty lists if it has more servers than queries.
         if requests.is_empty() {
             return Ok(Vec::new());
         }
@@ -108,7 +108,7 @@ impl RewardServer {
         let permit = self.permit().await?;
         let service = self.service.clone();
         let scoring = tokio::task::spawn_blocking(move || {
-            // Until the work ends, even if the client has left.
+            // Held until the work ends, even if the client has disconnected.
             let _permit = permit;
             service.score(&requests)
         });
@@ -137,7 +137,7 @@ impl RewardServer {
 /// A request in the queue, until it is dropped.
 struct WaitingRequest<'a> {
     n_waiting: &'a AtomicUsize,
-    /// Requests in the queue, this one included.
+    /// Number of requests in the queue, this one included.
     number: usize,
 }
 
@@ -153,7 +153,7 @@ impl Drop for WaitingRequest<'_> {
     }
 }
 
-/// What happened is for the operator's log alone.
+/// An error response without details, which are written only to the operator's log.
 fn failed(problem: &str) -> ErrorResponse {
     tracing::error!("{problem}");
     ErrorResponse::internal("scoring failed; the server's log says why")

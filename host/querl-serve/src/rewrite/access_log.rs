@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-/// Status of a request whose client left before its response, as nginx names it.
+/// Status of a request whose client disconnected before the response, as in nginx.
 const CLIENT_CLOSED: u16 = 499;
 
 /// The access log file, opened for appending, or none; each line is written by one call.
@@ -109,7 +109,7 @@ impl RequestRecord {
         change(&mut self.outcome.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// One line for each generation, or for the request where there is none.
+    /// One line per generation, or one for a request without generations.
     fn lines(&self, outcome: &Outcome) -> String {
         let time = Utc::now().to_rfc3339_opts(SecondsFormat::Millis, true);
         let latency_ms = milliseconds(self.started.elapsed());

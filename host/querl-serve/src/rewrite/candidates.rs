@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Instant;
 use tokio::sync::Semaphore;
 
-/// Shadow rewrites at a time: further ones are skipped.
+/// Maximum number of concurrent shadow rewrites; further ones are skipped.
 const MAX_SHADOWS: usize = 4;
 
 pub(super) struct Candidates {
@@ -34,7 +34,7 @@ pub(super) struct Candidates {
 /// The model that answers a request: the current one or the candidate.
 pub(super) struct Route {
     pub(super) model: Tenant,
-    /// Where the tenant has a candidate.
+    /// The trial, if the tenant has a candidate.
     trial: Option<Arc<Trial>>,
 }
 
@@ -108,11 +108,11 @@ impl RewriteService {
             let of_name = |tenants: &[Tenant]| tenants.iter().find(|tenant| tenant.name == candidate.tenant).cloned();
             let (Some(current), Some(model)) = (of_name(&currents), of_name(&models)) else { continue };
             let known = self.candidates.trial(&candidate.tenant).filter(|trial| trial.is_of(&candidate, &current));
-            // Not locked while the end is written.
+            // Not locked while the end of the candidate is written.
             let ended =
                 self.candidates.ended.lock().unwrap_or_else(PoisonError::into_inner).get(&candidate.tenant).cloned();
             if let Some((_, reason)) = ended.filter(|(trial, _)| trial.candidate.id == candidate.id) {
-                // It could not be recorded before.
+                // The end could not be recorded earlier.
                 reloaded.problems.extend(source.end_candidate(&candidate, &reason).err());
                 rewriter.remove(&candidate.tenant, Role::Candidate);
                 continue;
@@ -127,7 +127,7 @@ impl RewriteService {
             };
             trials.insert(candidate.tenant.clone(), known.unwrap_or_else(new));
         }
-        // The log may block, and is written without the lock.
+        // Writing the log may block, so it happens without the lock.
         let mut running = self.candidates.trials.write().unwrap_or_else(PoisonError::into_inner);
         let before = std::mem::replace(&mut *running, trials.clone());
         drop(running);
@@ -162,7 +162,7 @@ impl RewriteService {
                     return Ok(result);
                 }
                 Err(error @ (SubmitError::QueueFull(_) | SubmitError::Ended)) => return Err(error),
-                // It was removed, or its prompt is too long: the current model answers.
+                // The candidate was removed, or its prompt is too long: the current model responds.
                 Err(error) => {
                     let result = self.rewrite_by(tenant, query, context, deadline, &Audience::Client).await?;
                     if error != SubmitError::UnknownTenant {
@@ -180,7 +180,7 @@ impl RewriteService {
         Ok(result)
     }
 
-    /// As [`Self::rewrite_by`], for a client that may leave before it ends.
+    /// As [`Self::rewrite_by`], for a client that may disconnect before the end.
     async fn rewrite_in_trial(
         self: &Arc<Self>,
         trial: &Arc<Trial>,
@@ -195,7 +195,7 @@ impl RewriteService {
         rewritten
     }
 
-    /// Computes the candidate's rewrite, where no client waits for the queue, and compares it with the current model's.
+    /// Computes the candidate's rewrite, if no client is waiting in the queue, and compares it with the current model's.
     fn start_shadow(
         self: &Arc<Self>,
         trial: Arc<Trial>,
@@ -228,7 +228,7 @@ impl RewriteService {
                     if result.fallback.is_some() {
                         return service.metrics.versions.shadow(name, "failed");
                     }
-                    // A fallback of the current model is another rewrite too.
+                    // A fallback of the current model counts as a different rewrite.
                     let is_equal = current.is_some_and(|current| current.text == result.generated.text);
                     trial.add_comparison(is_equal);
                     service.metrics.versions.shadow(name, if is_equal { "equal" } else { "different" });
@@ -246,7 +246,8 @@ impl RewriteService {
             trial.add_cached(role);
             return self.metrics.versions.request(&trial.model.name, role, None);
         }
-        // A client that shortens its deadline to less than most rewrites of the current model take does not judge a model.
+        // Not counted if the client's deadline is shorter than most rewrites of the current model take, because then a timeout says nothing
+        // about the model.
         if result.fallback == Some("timeout")
             && result.latency < self.options.deadline.mul_f64(0.9)
             && !trial.is_slow(result.latency, &self.candidates.limits)
@@ -267,7 +268,7 @@ impl RewriteService {
             metrics.error(tenant, role);
         }
         trial.add(role, sample);
-        // Comparing takes as long as the window of the current model is large.
+        // Only for the candidate's requests, because a comparison iterates over the current model's window.
         let exceeded = (role == Role::Candidate).then(|| trial.exceeded(&self.candidates.limits)).flatten();
         if let Some((limit, reason)) = exceeded {
             metrics.automatic_return(tenant, limit);
@@ -275,7 +276,7 @@ impl RewriteService {
         }
     }
 
-    /// Returns to the current model at once, records that, and frees the candidate.
+    /// Immediately returns to the current model, records that, and frees the candidate.
     fn end_candidate(self: &Arc<Self>, trial: Arc<Trial>, reason: String) {
         let (tenant, version) = (trial.model.name.clone(), &trial.model.version);
         tracing::warn!("tenant {tenant}: candidate {version} ended, the current model answers all requests: {reason}");
@@ -290,7 +291,7 @@ impl RewriteService {
                 );
             }
             let _one_at_a_time = service.loading.blocking_lock();
-            // Releases may have named another one in the meantime.
+            // The releases may have another candidate in the meantime.
             let mut trials = service.candidates.trials.write().unwrap_or_else(PoisonError::into_inner);
             trials.retain(|_, other| other.candidate.tenant != tenant || other.candidate.id != trial.candidate.id);
             let has_other = trials.contains_key(&tenant);
@@ -330,8 +331,8 @@ impl RewriteService {
     }
 }
 
-/// A rewrite that a client waits for. Where the client leaves after most rewrites of the current model would have ended, its time so far is
-/// counted: latencies without it would be those of fast rewrites alone.
+/// A rewrite that a client waits for. If the client disconnects after most rewrites of the current model would have ended, the time so far
+/// is counted, because otherwise latencies would include only fast rewrites.
 struct UnfinishedRewrite<'r> {
     service: &'r Arc<RewriteService>,
     trial: &'r Arc<Trial>,

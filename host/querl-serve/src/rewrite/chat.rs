@@ -54,7 +54,7 @@ pub(super) async fn model(
     name: Result<Path<String>, PathRejection>,
     headers: HeaderMap,
 ) -> Response {
-    // Not UTF-8, so the name of no tenant.
+    // A name that is not UTF-8 is not the name of a tenant.
     let name = name.map_or_else(|_| "\u{FFFD}".to_owned(), |Path(name)| name);
     let found = service.check_permitted(&headers).and_then(|PermittedTenants { tenants, has_others }| {
         let scope = if has_others { "with this key" } else { "here" };
@@ -71,7 +71,7 @@ fn models_of(tenant: &Tenant) -> [Value; 2] {
     })
 }
 
-/// The fields of a request that are used; others are ignored, as services of this interface do.
+/// The fields of a request that are used; others are ignored, as other services with this API do.
 struct ChatRequest {
     model: Option<String>,
     user: Option<String>,
@@ -95,7 +95,7 @@ impl ChatRequest {
         let task = ChatTask {
             messages: messages(fields.take_required("messages", "a list of messages")?)?,
             temperature: number(fields, "temperature", 0.0, (0.0, 2.0))?,
-            // At 0 the most probable token alone.
+            // With 0, only the most probable token is sampled.
             top_p: number(fields, "top_p", 1.0, (0.0, 1.0))?.max(f64::MIN_POSITIVE),
             max_new_tokens,
             stop: stops(fields.take("stop", "a text or a list of texts")?)?,
@@ -114,7 +114,7 @@ impl ChatRequest {
         })
     }
 
-    /// The last message as a query, those before it as its history; instructions of the system are for another prompt.
+    /// The last message as query, the earlier ones as history. System messages are ignored, because they are meant for another prompt.
     fn into_query(self) -> Result<(String, Context), ErrorResponse> {
         let mut messages = self.task.messages;
         let query = messages.pop().map(|message| message.content).unwrap_or_default();
@@ -263,7 +263,7 @@ async fn chat(
     let submitting = async {
         let submitted = call.service.submit(&route.model, task.clone(), &Audience::Client).await;
         match submitted {
-            // A candidate that has ended in the meantime.
+            // The candidate has ended in the meantime.
             Err(SubmitError::UnknownTenant) => {
                 route.model = tenant.clone();
                 call.service.submit(tenant, task, &Audience::Client).await
@@ -324,7 +324,7 @@ impl ChatJob {
         too_slow()
     }
 
-    /// Passes text on as it is generated. The request is in progress until the last frame is made, whether or not the client reads it.
+    /// Passes text on as it is generated. The request is in progress until the last frame is created, whether or not the client reads it.
     async fn forward(
         self,
         mut events: UnboundedReceiver<GenerationEvent>,
@@ -349,7 +349,7 @@ impl ChatJob {
         match ended {
             Ok(generation) => completion.send_end(&frames, &CompletionEnd::of(&generation)),
             Err(ErrorResponse { status, message, code, param }) => {
-                // The client has a status already.
+                // The status was already sent to the client.
                 self.record.note_status(status);
                 send(&frames, &openai_error(status, &message, code, param));
                 send_text(&frames, "[DONE]");
@@ -358,7 +358,7 @@ impl ChatJob {
     }
 }
 
-/// Why a response ended, and its size.
+/// Finish reason and size of a response.
 struct CompletionEnd {
     is_truncated: bool,
     n_prompt_tokens: usize,
@@ -384,7 +384,7 @@ impl CompletionEnd {
     }
 }
 
-/// What the objects of one response have in common.
+/// Fields that all objects of one response have in common.
 struct Completion {
     id: String,
     created: u64,
@@ -442,16 +442,16 @@ fn send(frames: &UnboundedSender<String>, value: &Value) {
 }
 
 fn send_text(frames: &UnboundedSender<String>, text: &str) {
-    // The client may have left.
+    // The client may have disconnected.
     let _ = frames.send(text.to_owned());
 }
 
-/// Frames as server-sent events, with a comment where none is sent for 15 seconds.
+/// Sends frames as server-sent events, and a comment if there is none for 15 seconds.
 fn stream(mut frames: UnboundedReceiver<String>) -> Response {
     let events = poll_fn(move |context| {
         frames.poll_recv(context).map(|frame| frame.map(|frame| Ok::<_, Infallible>(Event::default().data(frame))))
     });
-    // For nginx, which would hold events back to fill its buffer.
+    // For nginx, which otherwise would buffer events.
     let unbuffered = [(HeaderName::from_static("x-accel-buffering"), "no")];
     (unbuffered, Sse::new(events).keep_alive(KeepAlive::default())).into_response()
 }

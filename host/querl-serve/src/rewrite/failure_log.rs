@@ -15,7 +15,7 @@ pub(super) struct FailureLog {
 struct LastLine {
     at: Instant,
     n_since: u64,
-    /// No line says yet that requests succeed again.
+    /// True until a line reports that requests succeed again.
     is_open: bool,
 }
 
@@ -38,7 +38,7 @@ impl FailureLog {
         }
     }
 
-    /// Failures since the last line; `None` where it is too early for the next one.
+    /// Number of failures since the last line; `None` if it is too early for the next line.
     fn n_since(&self, subject: &str, reason: &'static str, now: Instant) -> Option<u64> {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         let first = LastLine { at: now, n_since: 0, is_open: true };
@@ -53,7 +53,7 @@ impl FailureLog {
         Some(std::mem::replace(last, first).n_since)
     }
 
-    /// Failures since the last line; `None` where the last line is not about a failure.
+    /// Number of failures since the last line; `None` if the last line is not about a failure.
     fn n_until_success(&self, subject: &str, reason: &'static str) -> Option<u64> {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         let last = lines.get_mut(&(subject.to_owned(), reason)).filter(|last| last.is_open)?;
@@ -82,7 +82,7 @@ mod tests {
         assert_eq!((at("shop", "timeout", 1500), at("shop", "timeout", 2100)), (None, Some(1)));
     }
 
-    /// A service that fails and succeeds in turn has two lines in an interval.
+    /// A service that alternately fails and succeeds has two lines per interval.
     #[test]
     fn a_success_has_a_line_once_after_a_line_about_a_failure() {
         let (log, start) = (FailureLog::new(Duration::from_secs(60)), Instant::now());

@@ -12,11 +12,11 @@ use serde_json::json;
 const FIELDS: [&str; 6] = ["id", "tenant", "clicked", "useful", "score", "passage"];
 /// Maximum number of passages of `clicked`.
 const MAX_CLICKED: usize = 100;
-/// Maximum size of their ids together.
+/// Maximum total size of their ids.
 const MAX_CLICKED_BYTES: usize = 8 << 10;
 /// Maximum length of the id of a request or a passage.
 const MAX_ID_CHARS: usize = 256;
-/// What chat completions put before the id of a request.
+/// Prefix of request ids in chat completions.
 const CHAT_PREFIX: &str = "chatcmpl-";
 
 /// The route `POST /v1/feedback`: appends feedback to the request log. Whether its id is that of a logged request is checked when

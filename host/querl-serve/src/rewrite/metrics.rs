@@ -34,7 +34,7 @@ const ROUTES: [&str; 14] = [
 pub(super) const TIMED_ROUTES: [&str; 4] =
     ["/v1/rewrite", "/v1/chat/completions", "/api/chat/general_rag", "/retrieval"];
 const PHASES: [&str; 4] = ["queue", "prefill", "decode", "total"];
-/// Codes of `GenerationFailure`, and the service's own.
+/// Codes of `GenerationFailure`, and those of the service.
 const FALLBACKS: [&str; 7] =
     ["timeout", "plugin_fault", "no_rewrite", "model_failed", "removed", "queue_full", "input"];
 

@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::time::Duration;
 
 const CHECK_TIMEOUT: Duration = Duration::from_secs(30);
-/// Loading a model takes long.
+/// Timeout of a reload, which may load a model.
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Checks that the service at `url` follows releases and accepts the admin key. Must not be called on a thread of an async
@@ -37,7 +37,7 @@ fn call(method: Method, url: &str, admin_key: &str, timeout: Duration) -> anyhow
     let _ = rustls::crypto::ring::default_provider().install_default();
     let mut found = Value::Null;
     block_on(async {
-        // The key is for the server alone.
+        // Without a proxy, because the key must only be sent to the server.
         let client = reqwest::Client::builder().no_proxy().timeout(timeout).build().context("no HTTP client")?;
         let address = format!("{}/admin/releases", url.trim_end_matches('/'));
         let request = client.request(method, &address).bearer_auth(admin_key);

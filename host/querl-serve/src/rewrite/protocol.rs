@@ -89,7 +89,7 @@ impl RewriteQuery {
     }
 }
 
-/// Longer than any service waits; a sum with it is a valid time.
+/// Maximum deadline: longer than any service waits, and small enough for time arithmetic.
 const MAX_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
 pub(super) fn query(fields: &mut JsonFields) -> Result<String, ErrorResponse> {

@@ -46,7 +46,7 @@ pub(super) async fn general_rag(mut call: Call) -> Result<Response, ErrorRespons
     Ok(with_fallback(response.into_response(), fallback))
 }
 
-/// A JSON object with other texts of some fields; all others are as their client wrote them.
+/// Replaces the texts of some fields of a JSON object; all other bytes are unchanged.
 fn replaced(body: &[u8], texts: &[(&str, &str)]) -> Result<Vec<u8>, ErrorResponse> {
     let replace = || {
         let mut fields: BTreeMap<String, Box<RawValue>> = serde_json::from_slice(body)?;
@@ -96,7 +96,7 @@ pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse>
     for (name, value) in optional.into_iter().filter_map(|(name, value)| Some((name, value?))) {
         body[name] = value;
     }
-    // The response is read here.
+    // The response is parsed here, so it must not be compressed.
     call.headers.remove(header::ACCEPT_ENCODING);
     let response = forward(&call, &upstream, body.to_string()).await?;
     Ok(with_fallback(Json(upstream.records(&response, top_k, score_threshold)?).into_response(), fallback))
@@ -117,7 +117,7 @@ fn upstream(service: &RewriteService) -> Result<&Upstream, ErrorResponse> {
     service.options.upstream.as_ref().ok_or_else(|| ErrorResponse::not_found(missing))
 }
 
-/// Sends a body with the headers of the request, within a span where there are traces.
+/// Sends a body with the headers of the request, within a span if there are traces.
 async fn forward(
     call: &Call,
     upstream: &Upstream,

@@ -44,7 +44,7 @@ const MAX_TEXT_BYTES: usize = 64 << 10;
 const REST_BYTES: usize = 512;
 /// Maximum number of lines of one write.
 const MAX_BATCH: usize = 256;
-/// How often old days are removed where nothing is logged.
+/// Interval at which old days are removed if nothing is logged.
 const IDLE_INTERVAL: Duration = Duration::from_secs(60);
 /// Time for the queue to be written when the server stops.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
@@ -61,7 +61,7 @@ const TOO_LONG: &str = "too_long";
 
 enum Message {
     Line(Box<RequestLogLine>),
-    /// Answered once all lines before it are written.
+    /// Sends a reply once all earlier lines are written.
     Flush(std::sync::mpsc::Sender<()>),
 }
 
@@ -148,7 +148,7 @@ impl RequestLog {
         is_queued
     }
 
-    /// Reported once.
+    /// The reason for dropped lines. Each reason is reported once.
     fn why_dropped(&self) -> &'static str {
         if self.writer.is_finished() {
             let message = "the writer of the request log has ended, and nothing more is logged; restart the server";
@@ -194,7 +194,7 @@ pub(super) fn now() -> String {
     Utc::now().to_rfc3339_opts(SecondsFormat::Millis, true)
 }
 
-/// Bytes of a line's texts, and a share for the rest.
+/// Size of a line: its texts, and a constant for the rest.
 fn text_bytes(line: &RequestLogLine) -> usize {
     let length = |text: &Option<String>| text.as_ref().map_or(0, String::len);
     REST_BYTES
@@ -206,7 +206,7 @@ fn text_bytes(line: &RequestLogLine) -> usize {
         }
 }
 
-/// A line without its texts, and why.
+/// Removes the texts of a line and sets the reason.
 fn remove_texts(line: &mut LoggedRewrite, reason: String) {
     (line.query, line.user_profile, line.history, line.rewrite) = (None, None, None, None);
     line.redacted = Some(reason);
@@ -298,7 +298,8 @@ impl Writer {
         }
     }
 
-    /// Removes the texts of a request that the filter drops, or faults on. Each request is a batch of its own: a verdict depends on no other.
+    /// Removes the texts of a request that the filter drops, or faults on. Each request is a separate batch, so that its verdict does not
+    /// depend on others.
     fn redact(&mut self, line: &mut LoggedRewrite) {
         let Some(filter) = self.filter.as_ref().filter(|_| line.redacted.is_none()) else { return };
         let text = |text: &Option<String>| text.clone().unwrap_or_default();
@@ -336,7 +337,7 @@ const DAY_CHARS: usize = 10;
 const SALT_BYTES: usize = 32;
 const SALT_FILE: &str = "salt";
 
-/// The salt of the folder, made with its first server.
+/// Reads the salt of the folder; the first server creates it.
 fn salt(folder: &Path) -> anyhow::Result<[u8; SALT_BYTES]> {
     let path = folder.join(SALT_FILE);
     if !path.exists() {
@@ -354,7 +355,7 @@ fn salt(folder: &Path) -> anyhow::Result<[u8; SALT_BYTES]> {
     bytes.try_into().map_err(|_| anyhow::anyhow!("{shown} has {n_bytes} bytes; expected {SALT_BYTES}: remove it"))
 }
 
-/// Makes a folder that only its owner can read, where there is none.
+/// Creates a folder that only its owner can read, if it does not exist.
 fn make_private(folder: &Path) -> std::io::Result<()> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true);

@@ -31,10 +31,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::timeout_at;
 
-/// What follows the tenant's name in the model that rewrites.
+/// Suffix of the name of the model that rewrites, after the tenant's name.
 pub(super) const REWRITE_SUFFIX: &str = "/rewrite";
 
-/// At most one line about the failures of a tenant with one reason in this time.
+/// Minimum interval between log lines about failures of a tenant with the same reason.
 const FAILURE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Limits and keys of a rewriting service.
@@ -81,7 +81,7 @@ pub struct RewriteService {
     pub(super) access_log: AccessLog,
     pub(super) failures: FailureLog,
     pub(super) request_log: Option<RequestLog>,
-    /// Held while a tenant is loaded, so that only one is: models are large.
+    /// Held while a tenant is loaded, so that only one is loaded at a time: models are large.
     pub(super) loading: tokio::sync::Mutex<()>,
     n_requests: AtomicU64,
 }
@@ -269,12 +269,12 @@ pub(super) fn since_epoch() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// Most names that a message suggests.
+/// Maximum number of suggested names in a message.
 const MAX_SUGGESTIONS: usize = 3;
 
 pub(super) fn unknown_tenant(param: &'static str, name: &str, scope: &str, permitted: &[Tenant]) -> ErrorResponse {
     let short: String = name.chars().take(64).collect();
-    // `TENANT/rewrite` is a model of its own.
+    // `TENANT/rewrite` is a separate model.
     let suffix = if param == "model" && short.contains('/') { REWRITE_SUFFIX } else { "" };
     let names: Vec<String> = permitted.iter().map(|tenant| format!("{}{suffix}", tenant.name)).collect();
     let near = nearest(&short, names.iter().map(String::as_str)).into_iter().take(MAX_SUGGESTIONS);
@@ -319,7 +319,7 @@ pub(super) async fn finished(events: &mut UnboundedReceiver<GenerationEvent>) ->
     Err(GenerationFailure { code: "model_failed", message: "the model has ended without a response".into() })
 }
 
-/// Where a task's events go.
+/// Event sink that sends to a channel.
 struct EventSender(UnboundedSender<GenerationEvent>);
 
 impl EventSink for EventSender {
@@ -341,7 +341,7 @@ pub(super) enum Audience {
     Shadow(Arc<AtomicBool>),
 }
 
-/// Where the events of a shadow request go.
+/// Event sink of a shadow request.
 struct ShadowSender {
     sender: UnboundedSender<GenerationEvent>,
     rewriter: Arc<dyn Rewriter>,

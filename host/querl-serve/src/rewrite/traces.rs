@@ -19,7 +19,7 @@ use querl_core::serving::Generation;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
-/// `service.name` where `OTEL_SERVICE_NAME` is not set.
+/// Default of `service.name`, without `OTEL_SERVICE_NAME`.
 const SERVICE_NAME: &str = "querl";
 /// Time for the last spans to be sent when the server stops.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
@@ -103,7 +103,7 @@ fn resource() -> Resource {
     }
 }
 
-/// Reports once that a collector does not take spans.
+/// An exporter that reports once if the collector does not accept spans.
 #[derive(Debug)]
 struct ReportingExporter {
     exporter: OtlpExporter,

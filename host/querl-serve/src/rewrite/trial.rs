@@ -29,16 +29,17 @@ impl CandidateLimits {
     pub const DEFAULT: Self = Self { min_requests: 100, max_errors: 0.02, max_fallbacks: 0.05, max_latency_ratio: 1.5 };
 }
 
-/// The last requests of the candidate that are compared.
+/// Maximum number of the candidate's latest requests that are compared.
 const WINDOW: usize = 1000;
-/// The last requests of the current model that are kept for the same span of time. It is twice what [`stride`] lets through, since users
-/// differ in their number of requests.
+/// Maximum number of the current model's latest requests for the same span of time: twice the expected number after [`stride`], because
+/// users differ in their number of requests.
 const CURRENT_WINDOW: usize = 2 * CURRENT_PER_CANDIDATE * WINDOW;
-/// Requests of the current model that are compared for each of the candidate, at most on average.
+/// Maximum mean number of requests of the current model that are compared per request of the candidate.
 const CURRENT_PER_CANDIDATE: usize = 10;
-/// Differences of latencies that no user notices, and short rewrites have by chance.
+/// Minimum difference of latencies; smaller ones are not noticed by users, and occur by chance with short rewrites.
 const MIN_LATENCY_DIFFERENCE_MS: f64 = 50.0;
-/// Where about 5% of the rewrites of both models are slow, as after an outage, one more of them moves a 95% quantile far.
+/// Minimum difference of the shares of slow rewrites. If about 5% of the rewrites of both models are slow, as after an outage, a single one
+/// changes the 95% quantile considerably.
 const MIN_SLOW_SHARE_DIFFERENCE: f64 = 0.05;
 /// Reasons of fallbacks that are failures of model or plugin.
 const ERRORS: [&str; 2] = ["model_failed", "plugin_fault"];
@@ -68,7 +69,7 @@ struct ModelStatistics {
     n_cached: u64,
     n_errors: u64,
     fallbacks: BTreeMap<&'static str, u64>,
-    /// The last ones, each with its index among the requests of both models.
+    /// The latest requests, each with its index among the requests of both models.
     window: VecDeque<(u64, Sample)>,
 }
 
@@ -88,7 +89,7 @@ impl ModelStatistics {
         self.window.push_back((index, sample));
     }
 
-    /// The index from which the window has every request: 0 where it is not full.
+    /// The index from which the window has all requests: 0 if it is not full.
     fn start(&self, capacity: usize) -> u64 {
         let first = self.window.front().filter(|_| self.window.len() == capacity);
         first.map_or(0, |(index, _)| *index)
@@ -127,7 +128,7 @@ struct WindowSummary {
     n_requests: usize,
     n_errors: usize,
     n_fallbacks: usize,
-    /// Of generated rewrites.
+    /// Latencies of generated rewrites.
     latencies: Vec<Duration>,
 }
 
@@ -136,7 +137,7 @@ impl WindowSummary {
         n as f64 / self.n_requests.max(1) as f64
     }
 
-    /// In milliseconds, by the nearest rank.
+    /// A quantile of the latencies in milliseconds, by nearest rank.
     fn latency(&mut self, quantile: f64) -> Option<f64> {
         let index = ((self.latencies.len() as f64 * quantile).ceil() as usize).checked_sub(1)?;
         let (_, time, _) = self.latencies.select_nth_unstable(index);
@@ -152,7 +153,7 @@ impl WindowSummary {
 
 #[derive(Debug, Default)]
 struct Statistics {
-    /// Of both models.
+    /// Number of requests of both models.
     n_requests: u64,
     current: ModelStatistics,
     candidate: ModelStatistics,
@@ -169,7 +170,7 @@ impl Statistics {
         }
     }
 
-    /// Of the current model, one of `stride` requests is compared.
+    /// Adds a request; of the current model, only one of `stride` requests.
     fn add(&mut self, role: Role, sample: Sample, stride: u64) {
         let index = self.n_requests;
         self.n_requests += 1;
@@ -181,7 +182,7 @@ impl Statistics {
         self.of(role).count(sample);
     }
 
-    /// Current model and candidate in the span of time that both windows have.
+    /// Summaries of current model and candidate over the span of time that both windows cover.
     fn windows(&self) -> [WindowSummary; 2] {
         let start = self.current.start(CURRENT_WINDOW).max(self.candidate.start(WINDOW));
         [self.current.since(start), self.candidate.since(start)]
@@ -384,8 +385,8 @@ mod tests {
     fn what_the_current_model_does_too_does_not_end_a_candidate() {
         for (share, n_current) in [(0.5, 1), (0.05, 19)] {
             let trial = trial(CandidateMode::Canary(share));
-            // An outage of both models, and then more requests than the candidate's window has. 30 ms instead of 10 are no difference to
-            // a user.
+            // An outage of both models, followed by more requests than the candidate's window has. 30 ms instead of 10 ms is not a
+            // noticeable difference.
             for (n, fallback) in [(100, None), (50, Some("timeout")), (50, Some("plugin_fault")), (1100, None)] {
                 let latency_ms = |usual| if fallback.is_some() { 2000 } else { usual };
                 for _ in 0..n {

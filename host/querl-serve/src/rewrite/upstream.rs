@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// At most one line about failures of one kind in this time.
+/// Minimum interval between log lines about failures of one kind.
 const FAILURE_INTERVAL: Duration = Duration::from_secs(60);
 const FAILED: &str = "request failed";
 const UNREADABLE: &str = "unreadable response";
@@ -21,9 +21,9 @@ const WITHOUT_TEXT: &str = "passages without a text are left out";
 
 const RETRIEVAL_ROUTE: &str = "/retrieval";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Less than the 5 s after which uvicorn closes idle connections, the shortest of common servers.
+/// Shorter than the 5 s after which uvicorn closes idle connections, the shortest among common servers.
 const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
-/// Far above the passages of one response.
+/// Maximum size of a response, far above that of its passages.
 const MAX_RESPONSE_BYTES: usize = 64 << 20;
 
 /// Headers of one connection (RFC 9110, 7.6.1), and those that the HTTP library sets.
@@ -44,7 +44,7 @@ const NOT_FORWARDED: [&str; 11] = [
 /// A client of the upstream retrieval service, with pooled connections.
 #[derive(Debug, Clone)]
 pub struct Upstream {
-    /// The address of its route.
+    /// URL of the route.
     url: String,
     is_dify: bool,
     timeout: Duration,
@@ -71,7 +71,7 @@ impl Upstream {
             .timeout(timeout)
             .connect_timeout(CONNECT_TIMEOUT)
             .pool_idle_timeout(POOL_IDLE_TIMEOUT)
-            // A redirect is for the client.
+            // Redirects are passed to the client.
             .redirect(Policy::none());
         let client = client.build().map_err(|error| format!("`{url}` cannot be called from this machine: {error}"))?;
         let url = url.trim_end_matches('/');
@@ -109,7 +109,7 @@ impl Upstream {
             }
             Ok(response) => Ok(response),
             Err(error) => {
-                // The address and the cause are for the operator's log alone.
+                // The address and the cause are written only to the operator's log.
                 let (status, what, cause) = self.failure(error);
                 self.failures.warn(&self.url, FAILED, &cause);
                 Err(failed(status, what))
@@ -151,7 +151,7 @@ impl Upstream {
         score_threshold: Option<f64>,
     ) -> Result<Value, ErrorResponse> {
         let body: Value = serde_json::from_slice(&response.body).unwrap_or_default();
-        // Services of this interface may have the status in the body alone.
+        // Services with this API may report the status only in the body.
         let stated = body["status"].as_u64().and_then(|status| StatusCode::from_u16(status.try_into().ok()?).ok());
         let status = if response.status.is_success() { stated.unwrap_or(response.status) } else { response.status };
         match rag_passages(&body) {
@@ -180,7 +180,7 @@ impl Upstream {
     }
 }
 
-/// Reads no more of a body than shows that it is too large.
+/// Sends the request and reads the body up to the size limit.
 async fn receive(request: RequestBuilder) -> reqwest::Result<UpstreamResponse> {
     let mut response = request.send().await?;
     let mut body = Vec::new();
@@ -198,7 +198,7 @@ pub(super) struct UpstreamResponse {
     body: Vec<u8>,
 }
 
-/// Headers that concern more than one connection.
+/// Headers without those of a single connection.
 fn forwarded(headers: &HeaderMap) -> HeaderMap {
     let connection: Vec<String> = headers
         .get_all(header::CONNECTION)
@@ -223,7 +223,7 @@ impl UpstreamResponse {
     }
 }
 
-/// A passage as Dify's record; `metadata` has what else the service sent.
+/// Converts a passage to Dify's record; `metadata` has the other fields of the service.
 fn record(passage: RagPassage) -> Value {
     let RagPassage { id, text, score, others: mut metadata } = passage;
     let title = metadata.remove("title").filter(|title| !title.is_null());

@@ -59,7 +59,7 @@ impl StyleMetrics {
         };
         for route in &ROUTES[..3] {
             metrics.durations.with_label_values(&[route]);
-            // So that the counter has its HELP and TYPE before the first request.
+            // Created now, so that the counter has HELP and TYPE before the first request.
             metrics.requests.with_label_values(&[route, "200"]);
         }
         Ok(metrics)

@@ -183,7 +183,7 @@ pub(super) async fn classify(request: Request, options: &StyleOptions) -> Result
         (None, Some(_)) => return Err(ErrorResponse::value("`messages` are not taken; expected `input`")),
         (None, None) => return Err(no_text(CLASSIFY_BODY)),
     };
-    // The second name is of older clients.
+    // Older clients use the second name.
     let is_activated = body.take("use_activation", FLAG)?.or(body.take("activation", FLAG)?);
     let (model, is_raw) = (body.take("model", "a text")?, is_activated == Some(false));
     Ok(ClassifyRequest { model, is_raw, ..ClassifyRequest::new(ResponseForm::Classify, texts) })

@@ -1,4 +1,4 @@
-//! A stand-in for the models of tenants: rewrites made of the query's own text, with delays and failures that the query names.
+//! A stand-in for the models of tenants: rewrites derived from the query's own text, with delays and failures that the query selects.
 #![allow(clippy::unwrap_used, dead_code)] // each test program uses a part
 
 use axum::Router;
@@ -72,7 +72,8 @@ pub(crate) fn tenant(name: &str, version: usize, api_key: Option<&str>) -> Tenan
     }
 }
 
-/// The first word of a query chooses what happens: see `submit`; after the word `candidate` or `current`, to that model alone. Chat responses repeat the last message, a character at a time.
+/// The first word of a query selects the behaviour, see `submit`; after the word `candidate` or `current`, only for that model. Chat
+/// responses repeat the last message, a character at a time.
 #[derive(Default)]
 pub(crate) struct StandInRewriter {
     tenants: Mutex<Vec<Tenant>>,
@@ -149,7 +150,7 @@ impl Rewriter for StandInRewriter {
             "panics" => panic!("as a tokenizer may"),
             "ends" => return Ok(()),
             "held" => {
-                // As in the engine, a shadow takes no place in the queue.
+                // As in the engine, a shadow request does not count towards the queue.
                 self.n_held.fetch_add(usize::from(!events.is_shadow()), Ordering::Relaxed);
                 self.held.lock().unwrap().push(events);
                 return Ok(());

@@ -42,7 +42,7 @@ impl SaveTimer {
         Self { interval: Duration::from_secs(interval_s), saved: Instant::now() }
     }
 
-    /// Whether a checkpoint is due on any rank: all ranks save together, and the ranks' clocks differ.
+    /// True if a checkpoint is due on any rank. All ranks save together, because their clocks differ.
     pub(crate) fn is_due(&self, ranks: &Ranks) -> Result<bool, TrainError> {
         Ok(!self.interval.is_zero() && ranks.any(self.has_elapsed())?)
     }
@@ -57,7 +57,7 @@ impl SaveTimer {
     }
 }
 
-/// Name of the base in an adapter's configuration: the folder name, since a path would only be valid on this machine.
+/// Name of the base in an adapter's configuration: the folder name, because a path is only valid on this machine.
 pub(crate) fn base_name(base: &Path) -> String {
     base.file_name().unwrap_or(base.as_os_str()).to_string_lossy().into_owned()
 }
@@ -157,7 +157,7 @@ impl State {
         self.put_tensors(prefix, &vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect());
     }
 
-    /// A copy of the state in host memory that shares no storage with the trained tensors.
+    /// Copies the state to CPU memory that is not shared with the trained tensors.
     pub(crate) fn detached(self) -> Result<Self, TrainError> {
         let detached = |(name, Array { dims, data }): (String, Array)| {
             let data = match data {

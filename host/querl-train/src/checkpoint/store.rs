@@ -79,7 +79,7 @@ impl StateStore {
         self.directory.join(format!("step-{step}.state"))
     }
 
-    /// Steps that have a file, ascending.
+    /// The steps that have a checkpoint file, ascending.
     fn steps(&self) -> io::Result<Vec<u64>> {
         let entries = match std::fs::read_dir(&self.directory) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -107,12 +107,12 @@ fn warn_of(damaged: &[String], consequence: &str, warn: &dyn Progress) {
     damaged.iter().for_each(|what| warn.line(&format!("warning: {what}; {consequence}")));
 }
 
-/// First bytes of the file; the number changes when old files can no longer be read.
+/// Magic bytes. The version is incremented when old files can no longer be read.
 const MAGIC: &[u8] = b"querl state 1\n";
 
 const DIGEST_BYTES: u64 = 32;
 
-/// Values converted to bytes at a time.
+/// Number of values that are converted to bytes at a time.
 const CHUNK: usize = 1 << 14;
 
 #[derive(Serialize)]
@@ -137,7 +137,7 @@ struct StateFile {
     state: State,
 }
 
-/// Writes a state, streaming: no second copy of the tensors is made.
+/// Writes a state as a stream, without a second copy of the tensors in memory.
 fn write_state(to: &mut impl Write, step: u64, fingerprint: &str, state: &State) -> io::Result<()> {
     let arrays = state.arrays.iter().map(|(name, array)| (name.as_str(), array.dims.as_slice())).collect();
     let header = serde_json::to_vec(&HeaderOut { step, fingerprint, values: &state.values, arrays })?;
@@ -164,7 +164,7 @@ pub(crate) fn write_values(to: &mut impl Write, values: &[f32]) -> io::Result<()
 
 #[derive(Debug)]
 enum ReadError {
-    /// The file is incomplete or not of this format; a message.
+    /// The file is incomplete or has another format; with a message.
     Damaged(String),
     /// The file could not be read; its content is unknown.
     Io(io::Error),
@@ -202,7 +202,8 @@ fn read_checked(path: &Path) -> io::Result<StateFile> {
     Ok(StateFile { step: header.step, fingerprint: header.fingerprint, state: State { values: header.values, arrays } })
 }
 
-/// The header; rejected where it describes more than the file holds, so that nothing is allocated for a damaged length.
+/// Reads the header. It is rejected if it describes more data than the file has, so that a damaged length does not lead to a large
+/// allocation.
 fn read_header(from: &mut impl Read, n_bytes: u64) -> io::Result<Header> {
     let mut length = [0; 8];
     from.read_exact(&mut length)?;
@@ -350,7 +351,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = StateStore::open(folder.path(), 3, "a");
         store.write(5, &state(5)).unwrap();
-        std::fs::create_dir(store.path(10)).unwrap(); // what no user, root included, can read as a file
+        std::fs::create_dir(store.path(10)).unwrap(); // a folder cannot be read as a file, not even by root
         let error = store.newest(&Silent).unwrap_err();
         assert!(matches!(&error, TrainError::Io { path, .. } if *path == store.path(10)), "{error}");
     }

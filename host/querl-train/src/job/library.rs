@@ -18,7 +18,7 @@ use std::sync::Mutex;
 
 /// Why a library cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)] // the messages describe variants and fields
+#[allow(missing_docs)]
 pub enum LibraryError {
     #[error("it has no function `{0}`; it is not a library of querl")]
     Export(&'static str),
@@ -144,7 +144,7 @@ impl Library {
             stop: context.callbacks.stop,
         };
         let mut out = Bytes::EMPTY;
-        // SAFETY: the function is the library's; job, table and context outlive the call, after which the library uses none.
+        // SAFETY: the function belongs to the library; job, table and context outlive the call, after which the library uses none.
         let status = unsafe { (self.run)(job.as_ptr(), job.len(), &raw const table, &raw mut out) };
         match read(&out, self.free) {
             Ok(JobResult::Failed(failure)) => Err(failure.into()),
@@ -162,7 +162,7 @@ fn unexpected(what: &str) -> JobError {
 
 fn read_description(describe: DescribeFn, free: FreeFn) -> Result<Description, LibraryError> {
     let mut out = Bytes::EMPTY;
-    // SAFETY: the function is the library's, and `out` is ours to be written to.
+    // SAFETY: the function belongs to the library, and `out` is ours to be written to.
     let status = unsafe { describe(&raw mut out) };
     let description = read(&out, free);
     match status {
@@ -181,12 +181,12 @@ fn read<T: serde::de::DeserializeOwned>(out: &Bytes, free: FreeFn) -> Result<T, 
     value
 }
 
-/// What the library's callbacks of one job work on.
+/// State of a job's callbacks.
 struct Context<'a, 'c> {
     callbacks: &'a Callbacks<'c>,
     environments: Option<Environments<'a>>,
     on_responses: Option<Mutex<&'a mut ResponseCallback<'a>>>,
-    /// The first error of a callback, which is the job's: only its message crosses the interface.
+    /// The first error of a callback, which becomes the job's error: only its message is passed through the library's interface.
     error: Mutex<Option<JobError>>,
 }
 
@@ -260,9 +260,9 @@ impl Context<'_, '_> {
 }
 
 /// # Safety
-/// `context` is that of a [`HostTable`] that [`Library::run`] made and whose call is still running; `data` points to `len` bytes.
+/// `context` comes from a [`HostTable`] of [`Library::run`] whose call is still running; `data` points to `len` bytes.
 unsafe extern "C" fn on_event(context: *mut c_void, data: *const u8, len: usize) {
-    // A panic of the display must not unwind into the library, and does not stop the job.
+    // A panic of the progress display must not unwind into the library, and does not stop the job.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: as the caller promises; a context is only read, possibly from several threads: its fields are `Sync`.
         let (context, bytes) = unsafe { (&*context.cast::<Context<'_, '_>>(), interface::slice(data, len)) };

@@ -116,7 +116,7 @@ pub fn run_generate(
         let adapter = job.adapter.as_deref().map(|path| load_adapter(path, &decoder)).transpose()?;
         let decoding = job.samples.map_or_else(|| Decoding::with_beams(job.n_beams), |_| Decoding::Sample);
         let tokenizer = TextTokenizer::for_policy(&job.model)?;
-        // No prefix is cached between prompts: each response takes as long as it would alone.
+        // Prefixes are not cached between prompts, so that each response takes as long as for a single user.
         let settings = EngineSettings {
             prefix_life: PrefixLife::Call,
             max_prefix_tokens: 0,
@@ -162,7 +162,8 @@ struct Generator<'a> {
 }
 
 impl Generator<'_> {
-    /// Responses to all prompts, divided over the ranks; those to one prompt follow each other. A prompt's number seeds its samples.
+    /// Generates responses to all prompts, which are distributed over the ranks. Responses to one prompt are consecutive. The index of a
+    /// prompt is the seed of its samples.
     fn respond_all(
         &mut self,
         ranks: &Ranks,
@@ -175,7 +176,7 @@ impl Generator<'_> {
         Ok((0..prompts.len()).flat_map(responses).collect())
     }
 
-    /// One prompt at a time: the latency is what a single user would wait.
+    /// Generates for one prompt at a time, so that the measured latency is that of a single user.
     fn respond(&mut self, number: u64, messages: &[Message]) -> Result<Vec<GeneratedResponse>, ModelError> {
         let started = Instant::now();
         let prompt = self.tokenizer.encode_prompt(messages)?;
@@ -196,7 +197,7 @@ impl Generator<'_> {
     }
 }
 
-/// `None` for no numbers, or a mean that is not finite.
+/// The mean; `None` if there are no numbers or the mean is not finite.
 fn mean(numbers: &[f32]) -> Option<f64> {
     let sum: f64 = numbers.iter().map(|number| f64::from(*number)).sum();
     Some(sum / numbers.len() as f64).filter(|mean| mean.is_finite())
@@ -213,7 +214,7 @@ impl Rank<'_> {
         self.mesh.all.is_first()
     }
 
-    /// The base model, or this rank's shard of it, on its device.
+    /// Loads the base model, or this rank's shard of it, on its device.
     fn load_decoder(&self, weights: Weights) -> Result<Decoder, JobError> {
         let (model, place) = (self.model, open_device(self.device)?);
         for ranks in [&self.mesh.data, &self.mesh.tensor] {
@@ -229,7 +230,7 @@ impl Rank<'_> {
         }
     }
 
-    /// The caller's for the first rank.
+    /// The caller's progress display on the first rank; none on the others.
     fn progress<'a>(&self, callbacks: &Callbacks<'a>) -> &'a dyn Progress {
         if self.is_first() { callbacks.progress } else { &Silent }
     }
@@ -248,8 +249,8 @@ impl Rank<'_> {
     }
 }
 
-/// Runs `work` for each device, on the calling thread if there is one, else each on a thread of its own. Returns the result of the
-/// first rank.
+/// Runs `work` for each device, on the calling thread if there is one, else each on a separate thread. Returns the result of the first
+/// rank.
 fn on_each_rank<R: Send>(
     resources: &Resources,
     model: &ModelConfig,
@@ -321,12 +322,12 @@ fn open_device(device: Device) -> Result<ComputeDevice, JobError> {
     }
 }
 
-/// An adapter on its base's device, or this rank's shard of it.
+/// Loads an adapter, or this rank's shard of it, on the base's device.
 fn load_adapter(path: &Path, decoder: &Decoder) -> Result<LoraAdapter, ModelError> {
     LoraAdapter::load(path, decoder.config())?.for_decoder(decoder)
 }
 
-/// For ranks after the first, which do not score.
+/// The environment of all ranks but the first, which do not score.
 struct NoEnvironment;
 
 impl Environment for NoEnvironment {

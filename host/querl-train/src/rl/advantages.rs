@@ -35,7 +35,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Input of the advantage estimation: rewards, groups and values of a batch of B responses of T tokens each.
 pub(super) struct ScoredBatch<'a> {
-    /// Per-token rewards `(B, T)`: each response's score at its last token, less the KL penalty where KL is part of the reward.
+    /// Per-token rewards `(B, T)`: each response's score at its last token, minus the KL penalty if KL is part of the reward.
     pub(super) rewards: &'a Rows,
     /// Group id of each of the B responses: the row of its query.
     pub(super) groups: &'a [usize],
@@ -47,7 +47,7 @@ pub(super) struct ScoredBatch<'a> {
 }
 
 pub(super) struct AdvantageEstimate {
-    /// Advantages `(B, T)`; in the sequence form all tokens of a response have the same advantage.
+    /// Advantages `(B, T)`; with `rl.advantage_form = "sequence"` all tokens of a response have the same advantage.
     pub(super) advantages: Rows,
     /// Regression targets of the critic; `None` for algorithms without a critic.
     pub(super) targets: Option<ValueTargets>,
@@ -66,13 +66,13 @@ pub(super) fn has_critic(algorithm: RlAlgorithm) -> bool {
     algorithm == RlAlgorithm::Ppo
 }
 
-/// Loss aggregation of a configuration. In the sequence form the policy loss is averaged over responses, and each token receives the
-/// gradient of its response's one ratio; KL and entropy are then also summed over a response, so that `kl_coef` and `ent_coef` have the
-/// same weight relative to the policy loss as in the token form.
+/// Loss aggregation of a configuration. With sequence advantages the policy loss is averaged over responses, and each token gets the
+/// gradient of its response's ratio. KL and entropy are then also summed over a response, so that `kl_coef` and `ent_coef` have the same
+/// weight relative to the policy loss as with token advantages.
 pub(super) fn aggregation(config: &RlConfig) -> Aggregation {
     match (config.advantage_form, config.loss_agg_in_force()) {
         (AdvantageForm::Sequence, _) => Aggregation::SequenceSum { scale: 1.0 },
-        // Every response has the same weight in the loss, whatever its length.
+        // All responses have the same weight in the loss, independent of their length.
         (AdvantageForm::Token, LossAgg::SeqMeanTokenMean) => Aggregation::SequenceMean,
         (AdvantageForm::Token, LossAgg::SeqMeanTokenSum) => Aggregation::SequenceSum { scale: 1.0 },
         (AdvantageForm::Token, LossAgg::SeqMeanTokenSumNorm) => {
@@ -90,7 +90,7 @@ pub(super) fn estimate_advantages(batch: &ScoredBatch<'_>) -> AdvantageEstimate 
         false => advantages,
     };
     let values = || batch.values.expect("the critic's values: an algorithm that has a critic is given them");
-    // B: the sum of each response's rewards.
+    // (B): the sum of each response's rewards
     let totals = || -> Vec<f32> { batch.rewards.iter().map(|row| row.iter().sum()).collect() };
     // One number per response, repeated for each of its tokens.
     let at_every_token = |of_response: &[f32]| -> Rows {
@@ -98,7 +98,7 @@ pub(super) fn estimate_advantages(batch: &ScoredBatch<'_>) -> AdvantageEstimate 
     };
     let without_critic = |advantages: Rows| AdvantageEstimate { advantages, targets: None };
     match (config.algorithm, config.advantage_form) {
-        // GAE per token; advantages are whitened over the batch after the returns are formed.
+        // GAE per token; advantages are whitened over the batch after the returns are computed.
         (RlAlgorithm::Ppo, AdvantageForm::Token) => {
             let (values, mask) = (values(), all_true(batch.rewards));
             let estimate = gae(batch.rewards, values, &mask, config.gamma as f32, config.gae_lambda as f32);
@@ -127,7 +127,7 @@ pub(super) fn estimate_advantages(batch: &ScoredBatch<'_>) -> AdvantageEstimate 
             let returns = discounted_returns(batch.rewards, &all_true(batch.rewards), config.gamma as f32);
             without_critic(whiten(returns))
         }
-        // The whole reward of a response is whitened over responses.
+        // The total reward of a response is whitened over responses.
         (RlAlgorithm::ReinforcePlusPlus, AdvantageForm::Sequence) => {
             without_critic(at_every_token(&whiten(column(&totals())).concat()))
         }
@@ -291,7 +291,7 @@ pub fn masked_whiten(values: &[Vec<f32>], response_mask: &[Vec<bool>]) -> Rows {
     whitened
 }
 
-/// Added to the deviation of a group's rewards; a smaller deviation is treated as 0.
+/// Added to the standard deviation of a group's rewards; a smaller deviation is treated as 0.
 ///
 /// Source: verl, default of `epsilon`.
 const EPSILON: f64 = 1e-6;
@@ -328,7 +328,7 @@ impl Group {
     }
 }
 
-/// Groups by id; the `anchor` counts in each as one more reward.
+/// Groups by id; the `anchor` is one more reward in each.
 fn groups_of(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> BTreeMap<usize, Group> {
     let mut found: BTreeMap<usize, Group> = BTreeMap::new();
     let ids: BTreeSet<usize> = groups.iter().copied().collect();
@@ -466,7 +466,7 @@ mod tests {
         assert_eq!(masked_whiten(&plain.advantages, &mask), whitened.advantages);
     }
 
-    /// Regression: without values every advantage was missing, and the batch taught nothing.
+    /// Regression: without values all advantages were missing, and the policy was not updated.
     #[test]
     #[should_panic(expected = "the critic's values")]
     fn missing_values_panic() {
@@ -527,7 +527,8 @@ mod tests {
         assert_eq!(mean_group_deviation(&[7.0], &[2]), 0.0);
     }
 
-    /// An anchor is one more sample of GRPO's group, of Dr. GRPO's and of RLOO's: expected values are theirs with it in the batch.
+    /// An anchor is one more sample of the group for GRPO, Dr. GRPO and RLOO. The expected values are those of these algorithms with the
+    /// anchor in the batch.
     #[test]
     fn an_anchor_is_one_more_reward_of_each_group() {
         let (rewards, groups) = ([0.6, 0.2, -0.4, -0.4], [3, 3, 5, 5]);
@@ -540,7 +541,7 @@ mod tests {
         assert_eq!(found[..], leave_one_out(&with_samples.0, &with_samples.1, None)[..4]);
         // 0.6 - (0.2 + 0) / 2 and -0.4 - (-0.4 + 0) / 2.
         assert!((found[0] - 0.5).abs() < 1e-6 && (found[2] + 0.2).abs() < 1e-6, "{found:?}");
-        // Equal rewards that differ from the anchor teach, and a response alone is compared with it.
+        // Equal rewards that differ from the anchor have advantages, and a single response is compared with the anchor.
         assert_eq!(share_without_spread(&rewards, &groups, Some(0.0)), 0.0);
         assert!(groups_without_spread(&rewards, &groups, None).contains(&5));
         assert!(groups_without_spread(&[0.0, 0.0], &[1, 1], Some(0.0)).contains(&1));
@@ -571,7 +572,7 @@ mod tests {
         assert_eq!(of(RlAlgorithm::Ppo, LossAgg::SeqMeanTokenSumNorm), Aggregation::SequenceSum { scale: 150.0 });
     }
 
-    /// Scores of 0.5 less a KL that is the rounding of log-probabilities: a deviation of 7e-8.
+    /// Scores of 0.5 minus a KL that consists of rounding errors of log-probabilities: a deviation of 7e-8.
     #[test]
     fn rounding_between_equal_rewards_has_advantage_0() {
         let rewards = [0.5, 0.5 - 1e-7, 0.25, 0.75];

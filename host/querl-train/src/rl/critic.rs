@@ -15,7 +15,7 @@ use querl_model::{Decoder, LoraAdapter, Mesh, Recompute, save_tensors};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The critic: a value head on hidden states of the critic's own adapter or of the reference.
+/// The critic: a value head on the hidden states of either a separate adapter or the reference.
 pub(super) struct Critic {
     head: Linear, // (1, H) on an adapter, (1, 2H) on the reference
     base: Base,
@@ -25,7 +25,7 @@ pub(super) struct Critic {
 
 /// Model that computes the value head's hidden states.
 enum Base {
-    /// The base with the critic's own adapter.
+    /// The base model with a separate adapter.
     Adapter(Box<LoraAdapter>),
     /// The reference model; the input normalisers are fitted to the first batch and `None` before it.
     Reference(Option<Normalizers>),
@@ -45,7 +45,7 @@ impl Critic {
     /// A critic before training. Its head is zero: every value is 0, and the first advantages are the rewards themselves.
     pub(super) fn new(task: &RlTask<'_>) -> Result<Self, TrainError> {
         let width = task.decoder.config().hidden_size;
-        // A head on the reference is little work and stays on the CPU; one on an adapter is on that adapter's device.
+        // A head on the reference is small and stays on the CPU; a head on an adapter is on the adapter's device.
         let (base, width, device) = match task.config.critic {
             CriticKind::Head => (Base::Reference(None), 2 * width, Device::Cpu),
             CriticKind::Adapter => {
@@ -220,21 +220,22 @@ fn first_rows(examples: &[&Example]) -> Vec<u32> {
 /// Separates the critic's random initialisation from the policy's.
 const CRITIC_STREAM: u64 = 0x0043_5249_5449_4321;
 
-/// Normalisation of the head's inputs (not of advantages): an affine map of hidden states to mean 0 and a covariance near the identity (Cholesky whitening with shrinkage).
+/// Whitening of the head's inputs (not of advantages): an affine map of hidden states to mean 0 and a covariance close to the identity
+/// (Cholesky whitening with shrinkage).
 ///
-/// Hidden states have a large mean and a few directions thousands of times wider than others; a linear head on unnormalised
-/// states learns the batch's mean and little else.
+/// Hidden states have a large mean and a few directions with a standard deviation thousands of times larger than in others. A linear head
+/// on raw hidden states learns little more than the batch's mean.
 struct InputNormalizer {
     mean: Tensor,      // (H)
     transform: Tensor, // (H, H): x' = (x - mean) transform
 }
 
-/// Added to the covariance's diagonal, as a share of the mean variance, so that directions with little variance are not amplified.
-/// Values of 0.03 to 0.3 make no difference to the explained variance of the example's critic.
+/// Added to the covariance's diagonal, relative to the mean variance, so that directions with little variance are not amplified. Values of
+/// 0.03 to 0.3 make no difference to the explained variance of the example's critic.
 const SHRINKAGE: f64 = 0.3;
 
 impl InputNormalizer {
-    /// Fitted to the rows of `vectors`, `(N, H)` f32.
+    /// Fits the normaliser to the rows of `vectors`, `(N, H)` f32.
     fn fit(vectors: &Tensor) -> Result<Self, TrainError> {
         let (n, width) = vectors.dims2()?;
         let vectors = vectors.to_dtype(DType::F64)?;
@@ -243,7 +244,7 @@ impl InputNormalizer {
         let covariance = (centred.t()?.matmul(&centred)? / (n.max(2) - 1) as f64)?;
         let mut matrix: Vec<f64> = covariance.flatten_all()?.to_vec1()?;
         let trace: f64 = (0..width).map(|i| matrix[i * width + i]).sum();
-        // A single vector has no variance: it is only shifted.
+        // A single vector has no variance: only its mean is subtracted.
         let ridge = if trace > 0.0 { SHRINKAGE * trace / width as f64 } else { 1.0 };
         (0..width).for_each(|i| matrix[i * width + i] += ridge);
         let inverse = inverse_of_cholesky(matrix, width);
@@ -263,21 +264,21 @@ impl InputNormalizer {
         Some(Self { mean: tensors.get("mean")?.clone(), transform: tensors.get("transform")?.clone() })
     }
 
-    /// Weights `(1, H)` that give on unnormalised vectors what `weights` give on normalised ones, and the amount to subtract
-    /// from the bias: `(1)`.
+    /// Folds the normalisation into the head: returns weights `(1, H)` for unnormalised vectors that are equivalent to `weights` on
+    /// normalised ones, and the amount to subtract from the bias, `(1)`.
     fn fold_into(&self, weights: &Tensor) -> Result<(Tensor, Tensor), TrainError> {
         let plain = weights.matmul(&self.transform.t()?)?; // (1, H)
         let shift = plain.matmul(&self.mean.unsqueeze(1)?)?.flatten_all()?;
         Ok((plain, shift))
     }
 
-    /// `(N, H)` to `(N, H)`.
+    /// Normalises `vectors` `(N, H)`.
     fn apply(&self, vectors: &Tensor) -> Result<Tensor, TrainError> {
         Ok(vectors.broadcast_sub(&self.mean)?.matmul(&self.transform)?)
     }
 }
 
-/// The inverse of the lower factor of a symmetric positive matrix, row-major.
+/// The inverse of the lower Cholesky factor of a symmetric positive definite matrix, row-major.
 fn inverse_of_cholesky(mut matrix: Vec<f64>, width: usize) -> Vec<f64> {
     for i in 0..width {
         for j in 0..=i {
@@ -309,7 +310,7 @@ mod tests {
     #[test]
     fn normalised_vectors_have_mean_0_and_no_dominant_direction() {
         let noise = |i: usize| ((i * 7919 + 13) % 101) as f32 / 101.0 - 0.5;
-        // Two directions that nearly coincide, one a hundred times narrower, all far from 0.
+        // Two nearly parallel directions, one a hundred times smaller, all with a large mean.
         let rows: Vec<f32> = (0..200)
             .flat_map(|i| {
                 let (a, b, c) = (noise(3 * i), noise(3 * i + 1), noise(3 * i + 2));

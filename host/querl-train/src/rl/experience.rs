@@ -48,7 +48,7 @@ pub(super) struct ValueExperience {
     pub(super) inputs: Option<Vec<Tensor>>,
 }
 
-/// KL coefficient and score normalisation, which turn scores into rewards and adapt from batch to batch.
+/// KL coefficient and score normalisation, which convert scores to rewards and are adapted after each batch.
 pub(super) struct RewardShaping {
     pub(super) kl: KlController,
     /// Running moments of all scores so far (`rl.normalize_rewards`).
@@ -66,7 +66,7 @@ impl<'a> Experience<'a> {
     ) -> Result<Self, TrainError> {
         let config = task.config;
         let mut timer = PhaseTimer::start();
-        // 1. Log-probabilities. Those of the rollout are the policy's, unless it was updated since or a server generated.
+        // 1. Log-probabilities. The rollout's are used, unless the policy was updated in the meantime or a server generated them.
         let old_logprobs = match config.off_by_one || task.rollouts.is_some() {
             true => forward(task, Some(task.policy), rollouts, false, step)?.logprobs,
             false => rollouts.iter().map(|rollout| rollout.logprobs.clone()).collect(),
@@ -79,7 +79,7 @@ impl<'a> Experience<'a> {
         let values =
             critic.map(|critic| critic_values(task, critic, rollouts, reference.hidden.as_ref(), step)).transpose()?;
         timer.end_phase("timing_s/values");
-        // 3. Rewards: scores, less KL where it is part of the reward.
+        // 3. Rewards: scores, minus KL if it is part of the reward.
         let kl = kl_rows(config.kl_estimator, &old_logprobs, &reference.logprobs);
         let (token_rewards, kl_coef) = shaping.rewards(config, rollouts, &kl);
         let anchor = config.anchor_baseline.map(|anchor| shaping.scaled(config, anchor as f32));
@@ -117,8 +117,8 @@ impl<'a> Experience<'a> {
 }
 
 impl RewardShaping {
-    /// Rewards per token, `(B, T)`: scores, less KL where it is part of the reward; and the KL coefficient of this batch, which
-    /// is then adapted to the batch's KL.
+    /// Rewards per token, `(B, T)`: scores, minus KL if it is part of the reward; and the KL coefficient of this batch, which is then
+    /// adapted to the batch's KL.
     fn rewards(&mut self, config: &RlConfig, rollouts: &[Rollout], kl: &Rows) -> (Rows, f64) {
         let scores = self.scores(config, rollouts);
         let kl_coef = self.kl.kl_coef();
@@ -128,7 +128,7 @@ impl RewardShaping {
         (token_rewards(&scores, kl, coef_in_reward as f32), kl_coef)
     }
 
-    /// The environment's scores less penalties, divided by their running standard deviation and clipped where configured.
+    /// The environment's scores minus penalties, divided by their running standard deviation and clipped where configured.
     fn scores(&mut self, config: &RlConfig, rollouts: &[Rollout]) -> Vec<f32> {
         let scores: Vec<f32> = rollouts.iter().map(|rollout| rollout.penalised_score(config)).collect();
         if config.normalize_rewards {
@@ -142,7 +142,7 @@ impl RewardShaping {
     /// Source: TRL 0.11 `PPOTrainer.step`, `use_score_scaling` and `score_clip`.
     fn scaled(&self, config: &RlConfig, mut score: f32) -> f32 {
         if config.normalize_rewards {
-            // Equal scores have a deviation of 0 and stay as they are.
+            // Equal scores have a deviation of 0 and are not scaled.
             let scale = Some(self.score_moments.deviation()).filter(|deviation| *deviation > 1e-6).unwrap_or(1.0);
             score /= scale as f32;
         }
@@ -190,7 +190,7 @@ fn forward(
         task.check_stop(step)?;
         let output = policy.response_logprobs(examples, task.config.temperature, TrainingPass::default())?;
         let hidden: Vec<Option<Tensor>> = match returns_hidden {
-            // On the CPU, where the critic's head reads them, and every rank can.
+            // On the CPU, where the critic's head needs them and all ranks can read them.
             true => {
                 let hidden = output.hidden.detach().to_device(&Device::Cpu)?;
                 split_rows(&hidden, examples)?.into_iter().map(Some).collect()
@@ -206,7 +206,7 @@ fn forward(
     Ok(ForwardOutput { logprobs, hidden: hidden.map(|hidden| Tensor::cat(&hidden, 0)).transpose()? })
 }
 
-/// The critic's values `(B, T)`, and the head's inputs `(T, 2H)` per response where the critic needs them again.
+/// The critic's values `(B, T)`, and the head's inputs `(T, 2H)` per response if the critic needs them for its updates.
 fn critic_values(
     task: &RlTask<'_>,
     critic: &mut Critic,
@@ -247,7 +247,8 @@ fn clip(advantages: &mut Rows, limit: f64) {
     }
 }
 
-/// Importance weights of tokens that a filtered distribution, an earlier policy or a server sampled; `None` where all would be 1.
+/// Importance weights of tokens that were sampled from a filtered distribution, by an earlier policy or by a server; `None` if all would be
+/// 1.
 fn importance_of(task: &RlTask<'_>, old_logprobs: &Rows, rollouts: &[Rollout]) -> Option<Rows> {
     let config = task.config;
     let is_exact = |rollout: &Rollout| rollout.behaviour_logprobs == rollout.logprobs;

@@ -50,8 +50,8 @@ pub(super) struct ServerGenerator<'a> {
 }
 
 impl ServerGenerator<'_> {
-    /// Writes the adapter in PEFT's format and lets the server load it; then the earlier one is removed. A stop while the server is called
-    /// is no error: nothing is generated then.
+    /// Writes the adapter in PEFT's format and makes the server load it; then removes the previous one. A stop during the call of the
+    /// server is not an error: nothing is generated then.
     fn set_policy(
         &mut self,
         task: &RlTask<'_>,
@@ -143,8 +143,8 @@ fn rollout_sampling(task: &RlTask<'_>, decoding: Decoding, sampling: &SamplingSe
     }
 }
 
-/// A response as the engine of querl-model would return it. Both log-probabilities are the server's; those of the policy are computed
-/// again before the update.
+/// Converts a server's response to the type of querl-model's engine. Both log-probabilities are the server's; the policy's are recomputed
+/// before the update.
 fn generated(
     task: &RlTask<'_>,
     response: RolloutResponse,
@@ -173,7 +173,7 @@ fn generated(
     Ok(Generated { token_ids, logprobs, behaviour_logprobs, truncated, finish_reason: Some(finish_reason) })
 }
 
-/// Why a complete response ended.
+/// The finish reason of a complete response.
 fn ending(task: &RlTask<'_>, token_ids: &[u32], sampling: &SamplingSettings) -> Result<FinishReason, TrainError> {
     let last = token_ids.last().copied().unwrap_or_default();
     if task.tokenizer.stop_ids().contains(&last) {

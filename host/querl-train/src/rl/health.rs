@@ -29,19 +29,22 @@ pub struct ValidationProgress {
 /// Kind and text of a warning.
 type Warning = (&'static str, &'static str);
 
-/// Kinds that concern the updates alone: harmless as long as evaluations improve. Others say that the reward may not measure what it should.
+/// Kinds that concern only the updates: harmless as long as validation improves. The other kinds indicate that the reward may not measure
+/// the intended quality.
 const OF_UPDATES: [&str; 6] = ["clip", "importance", "value_clip", "kl_coef", "critic_error", "critic_still"];
 
-/// Kinds about a policy that samples one response: it has learned what it can where an evaluation was better than the SFT policy.
+/// Kinds that say that the policy samples one response per query: expected of a policy that is better than the SFT policy on validation.
 const OF_CONVERGENCE: [&str; 2] = ["entropy", "groups"];
 
-/// Steps averaged in a comparison of two intervals.
+/// Number of steps per interval when the means of two intervals are compared.
 const WINDOW: usize = 10;
 
-/// Fall of the mean reward between two intervals, and rise of the reward from the first to the last: runs that learned fell by 0.08 at most.
+/// Threshold for a decrease of the mean reward between two intervals, and for an increase from the first to the last one. In runs that
+/// learned, the mean decreased by at most 0.08.
 const REWARD_CHANGE: f64 = 0.1;
 
-/// Fall of the mean retrieval quality (0 to 1) from the first interval to the last: by 0.01 at most in runs that learned.
+/// Threshold for a decrease of the mean retrieval quality (0 to 1) from the first to the last interval. In runs that learned it was at most
+/// 0.01.
 const QUALITY_FALL: f64 = 0.05;
 
 /// Change of the mean retrieval quality from the first interval to the last above which it explains longer or shorter responses.
@@ -81,7 +84,7 @@ impl Health {
         let kl_coef = get("actor/reward_kl_penalty_coeff").or(get("actor/kl_coef"));
         self.first_entropy = self.first_entropy.or(entropy);
         self.first_kl_coef = self.first_kl_coef.or(kl_coef.filter(|kl_coef| *kl_coef > 0.0));
-        // Runs that learned rose to 1.6 times the first entropy, policies that fell apart above 3 times.
+        // In runs that learned, entropy increased to at most 1.6 times that of the first step; in collapsed policies to more than 3 times.
         let is_noise = |now: f64, first: f64| now > 2.5 * first && now > first + 1.5;
         applying([
             (
@@ -147,7 +150,8 @@ impl Health {
         let recent = |name: &str| recent_mean(self.curve(name));
         // Runs that learned whole rewrites were between 0.77 and 1.19.
         let length = recent("length").zip(first("length")).map(|(now, first)| now / first);
-        // Policies of real runs lengthen for some steps; one that is cut off from the beginning has too few tokens.
+        // Policies may produce longer responses for some steps. Responses that are truncated from the first step on indicate that
+        // `max_new_tokens` is too small.
         let at_first = first("truncated").filter(|_| self.curve("truncated").len() == 1);
         applying([
             (
@@ -173,26 +177,27 @@ impl Health {
         ])
     }
 
-    /// Whether values explain returns.
+    /// Checks whether the critic's values explain the returns.
     fn of_critic(&self, validation: ValidationProgress) -> Vec<Warning> {
         let explained = interval_means(self.curve("explained"));
         let spread = interval_means(self.curve("value_spread"));
         applying([
             (
-                // Policies improve without such a critic too: of 9 recorded runs 7 had one, those that learned included.
+                // Policies also improve with a critic that explains little: 7 of 9 recorded runs had one, including runs that learned.
                 "value",
                 is_stuck(validation) && explained.is_some_and(|(before, now)| now < 0.0 && now <= before),
                 "the critic explains none of the returns, and no evaluation was better than the SFT policy: set rl.critic = \"adapter\", raise rl.ppo_epochs, or use an algorithm without a critic (rl.algorithm = \"grpo\" or \"rloo\", with rl.n_samples of 4 or more)",
             ),
             (
-                // The mean of ten steps was -1.3 and more in runs that learned, and -7 with 100 times their rate. Not before: a new value
-                // head needs ten steps.
+                // In runs that learned, the mean of ten steps was at least -1.3; with 100 times their learning rate it was -7. The first
+                // ten steps are skipped, because a new value head needs them.
                 "critic_error",
                 recent_mean(self.curve("explained")).is_some_and(|explained| explained < -3.0),
                 "the critic's errors vary more than twice as much as the returns: lower rl.critic_learning_rate",
             ),
             (
-                // In the mean of ten steps, 0.3 and more in runs that learned. Not those of the first ten: a new value head needs them.
+                // In runs that learned, the mean of ten steps was at least 0.3. The first ten steps are skipped, because a new value head
+                // needs them.
                 "critic_still",
                 spread.is_some_and(|(_, now)| now < 0.02),
                 "the critic gives all tokens nearly the same value: raise rl.critic_learning_rate",
@@ -200,7 +205,7 @@ impl Health {
         ])
     }
 
-    /// Whether the reward rises, and stands for something.
+    /// Checks whether the reward increases, and whether retrieval quality increases with it.
     fn of_reward(&self, validation: ValidationProgress) -> Vec<Warning> {
         let reward = self.curve("reward");
         let rise = first_and_last_means(reward).map(|(first, last)| last - first);
@@ -235,11 +240,11 @@ impl Health {
     }
 }
 
-/// Values of a step that trends are read from.
+/// The values of a step that are used for trends.
 fn curves(metrics: &Metrics) -> [(&'static str, Option<f64>); 8] {
     let get = |name: &str| metrics.get(name).copied();
     let spread = |name: &str| Some(get(&format!("{name}/max"))? - get(&format!("{name}/min"))?);
-    // No ratio to nothing: such a step is left out.
+    // A ratio to 0 is undefined: the step is skipped.
     let ratio = |value: Option<f64>, to: Option<f64>| Some(value? / to.filter(|to| *to > 0.0)?);
     [
         ("reward", get("avg_reward")),
@@ -257,17 +262,18 @@ fn applying<const N: usize>(warnings: [(&'static str, bool, &'static str); N]) -
     warnings.into_iter().filter(|(_, applies, _)| *applies).map(|(kind, _, text)| (kind, text)).collect()
 }
 
-/// Whether `ratio` is above `limit`, or below its inverse.
+/// True if `ratio` is above `limit` or below its inverse.
 fn drifts(ratio: f64, limit: f64) -> bool {
     !(1.0 / limit..=limit).contains(&ratio)
 }
 
-/// No evaluation was better than the SFT policy, and there was one late enough to judge.
+/// True if no evaluation was better than the SFT policy, although there was one late enough to judge.
 fn is_stuck(validation: ValidationProgress) -> bool {
     validation.best_step == 0 && validation.evaluated_step >= 2 * WINDOW as u64
 }
 
-/// Whether the last interval is below the one before, by more than three standard errors of the difference: rewards of small batches vary.
+/// True if the mean of the last interval is below the previous one by more than three standard errors of the difference, because rewards of
+/// small batches vary.
 fn falls(rewards: &[f64]) -> bool {
     let Some((before, now)) = interval_means(rewards) else { return false };
     let intervals = &rewards[rewards.len() - 2 * WINDOW..];
@@ -286,13 +292,13 @@ fn recent_mean(values: &[f64]) -> Option<f64> {
     (values.len() >= WINDOW).then(|| mean(&values[values.len() - WINDOW..]))
 }
 
-/// Means of the interval before the last, and of the last.
+/// Means of the last two intervals.
 fn interval_means(values: &[f64]) -> Option<(f64, f64)> {
     let n = values.len();
     (n >= 2 * WINDOW).then(|| (mean(&values[n - 2 * WINDOW..n - WINDOW]), mean(&values[n - WINDOW..])))
 }
 
-/// Means of the first interval and of the last, which do not overlap.
+/// Means of the first and the last interval, if they do not overlap.
 fn first_and_last_means(values: &[f64]) -> Option<(f64, f64)> {
     let n = values.len();
     (n >= 2 * WINDOW).then(|| (mean(&values[..WINDOW]), mean(&values[n - WINDOW..])))
@@ -306,8 +312,8 @@ mod tests {
         pairs.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
     }
 
-    /// Number of warnings in a run of 30 steps where `name` takes the values of `curve`, with an evaluation after each step; that of
-    /// `best_step` is the best.
+    /// Number of warnings in a run of 30 steps in which `name` has the values of `curve`. Each step is evaluated, and `best_step` has the
+    /// best result.
     fn warnings_with(name: &str, curve: impl Fn(f64) -> f64, best_step: u64) -> usize {
         let mut health = Health::default();
         let mut check = |step: u32| {
@@ -323,7 +329,7 @@ mod tests {
         warnings_with(name, curve, 0)
     }
 
-    /// Regression: 7 of 9 runs had this warning, those whose policy improved too.
+    /// Regression: 7 of 9 runs had this warning, including those whose policy improved.
     #[test]
     fn a_critic_without_use_is_reported_only_where_validation_does_not_improve_either() {
         let of = |best_step| warnings_with("critic/vf_explained_var", |_| -0.2, best_step);
@@ -343,7 +349,7 @@ mod tests {
         (0..30u32).flat_map(|step| health.check(&of_step(f64::from(step)), validation(step.into()))).collect()
     }
 
-    /// Regression: a policy whose responses lengthened for some steps, and then learned to stop, had both warnings.
+    /// Regression: a policy whose responses became longer for some steps, before it learned to stop, had both warnings.
     #[test]
     fn responses_that_are_long_for_a_few_steps_are_not_reported() {
         let during = |step: f64, long: f64, usual: f64| if (10.0..14.0).contains(&step) { long } else { usual };
@@ -378,7 +384,7 @@ mod tests {
     }
 
     /// Regression: 8 samples of each of 16 queries, with two responses per query, have 0.25 distinct responses, and with one 0.125; and
-    /// queries that share their responses had too few per query.
+    /// queries with equal responses had too few distinct responses per query.
     #[test]
     fn equal_samples_of_a_query_are_not_equal_responses_of_all_queries() {
         let of = |per_query: f64, across: f64| {
@@ -440,7 +446,7 @@ mod tests {
         assert_eq!(top1(0.1), "");
     }
 
-    /// Symptom: newcomers took the warnings of a run that improved for a fault.
+    /// Symptom: users took the warnings of a run that improved for an error.
     #[test]
     fn a_warning_about_updates_says_where_nothing_is_to_be_done() {
         let said = |name: &str, best_step| {

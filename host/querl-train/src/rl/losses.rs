@@ -13,13 +13,13 @@ use std::slice;
 /// A `(B, T)` array whose rows may differ in length: one row per response.
 pub type Rows = Vec<Vec<f32>>;
 
-/// Log-ratios are clamped to this before the exponential.
+/// Log-ratios are clamped to plus and minus this value before the exponential.
 const MAX_LOG_RATIO: f32 = 20.0;
 
 /// Upper bound of a response's mean log-ratio. Source: verl `compute_policy_loss_gspo`.
 const MAX_MEAN_LOG_RATIO: f32 = 10.0;
 
-/// Zipping rows of different lengths would skip tokens silently.
+/// Checks the shapes, because zipping rows of different lengths would skip tokens silently.
 ///
 /// # Panics
 /// One of `others` does not have the shape of `weights`.
@@ -59,7 +59,7 @@ pub fn masked_mean(values: &[Vec<f32>], response_mask: &[Vec<bool>]) -> f32 {
 /// Loss aggregation: how the losses of tokens are averaged.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Aggregation {
-    /// Mean over tokens: long responses weigh more.
+    /// Mean over all tokens: long responses have more weight.
     TokenMean,
     /// Mean over tokens of a response, then over responses.
     SequenceMean,
@@ -301,7 +301,7 @@ struct TokenLoss {
     loss: f32,
     /// Derivative of `loss` with respect to the log-probability.
     gradient: f32,
-    /// `logprob - old_logprob` of the token, from which KL is estimated; in [`gspo_loss`] not that of the ratio.
+    /// `logprob - old_logprob` of the token, for the KL estimate; in [`gspo_loss`] it differs from the log-ratio of the loss.
     log_ratio: f32,
     is_clipped: bool,
     is_clipped_lower: bool,
@@ -326,7 +326,7 @@ impl TokenLoss {
         }
     }
 
-    /// Loss of the log-likelihood with this weight.
+    /// Loss of the weighted log-likelihood.
     fn likelihood(log_ratio: f32, logprob: f32, weight: f32) -> Self {
         Self { loss: -weight * logprob, gradient: -weight, log_ratio, is_clipped: false, is_clipped_lower: false }
     }
@@ -352,7 +352,7 @@ pub struct ValueLoss {
     pub grad_values: Rows,
 }
 
-/// Loss of an error and its derivative.
+/// Value loss of an error, and its derivative.
 ///
 /// Source: torch `huber_loss` with delta 1.
 fn error_loss(kind: ValueLossKind, error: f32) -> (f32, f32) {
@@ -396,9 +396,9 @@ pub fn value_loss(
 /// Level of [`importance_weights`]: a weight per token or per response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ImportanceLevel {
-    /// A weight per token: biased, small variance.
+    /// One weight per token: biased, with a small variance.
     Token,
-    /// A weight per response, the product of its tokens' ratios: unbiased, large variance.
+    /// One weight per response, the product of its tokens' ratios: unbiased, with a large variance.
     Sequence,
 }
 
@@ -478,7 +478,8 @@ pub fn kl(estimator: KlEstimator, logprob: f32, ref_logprob: f32) -> f32 {
 
 /// The derivative of [`kl`] with respect to `logprob`; 0 where a clamp is active.
 ///
-/// Over tokens sampled from the policy, only k2's mean gradient is that of KL: k1's is 0, k3's is that of the reverse KL.
+/// For tokens sampled from the policy, only the mean gradient of k2 equals the gradient of the KL: that of k1 is 0, that of k3 is the
+/// gradient of the reverse KL.
 ///
 /// Source: torch's derivative of verl `kl_penalty`.
 fn kl_gradient(estimator: KlEstimator, logprob: f32, ref_logprob: f32) -> f32 {
@@ -533,14 +534,14 @@ pub fn kl_loss(
     KlLoss { kl_loss: total as f32, grad_logprobs }
 }
 
-/// Lower bound of the factor that one batch applies, so that the coefficient stays above 0.
+/// Lower bound of the factor applied after one batch, so that the coefficient stays above 0.
 const MIN_FACTOR: f64 = 0.1;
 
 /// The KL coefficient, fixed or adapted to a target.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct KlController {
     kl_coef: f64,
-    /// Nats; 0 where the coefficient is fixed.
+    /// In nats; 0 if the coefficient is fixed.
     kl_target: f64,
     kl_horizon: f64,
 }
@@ -749,7 +750,8 @@ mod tests {
         }
     }
 
-    /// A filter leaves two of three tokens and renormalises: the mean of the weights under it is the probability that the filter kept.
+    /// A filter keeps two of three tokens and renormalises. The mean of the weights under the filtered distribution is the probability of
+    /// the kept tokens.
     #[test]
     fn the_weights_undo_the_renormalisation_of_a_filter() {
         let (p, kept) = ([0.5f32, 0.3, 0.2], 0.8f32);
@@ -795,7 +797,7 @@ mod tests {
         assert_eq!(controller.kl_coef(), 0.05);
     }
 
-    /// Regression: with fewer episodes to a horizon than a fifth of a batch, the penalty became a reward for KL.
+    /// Regression: with a horizon below a fifth of a batch, the coefficient became negative, and the penalty a reward for KL.
     #[test]
     fn an_adapted_coefficient_stays_positive_however_short_its_horizon() {
         let mut controller = KlController::new(0.05, 6.0, 1);

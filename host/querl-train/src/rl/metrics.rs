@@ -38,7 +38,7 @@ use querl_core::ports::{CallTimings, PluginActivity, RewardResults};
 use querl_core::records::{Candidate, EpisodeRecord, Hit, Reward, retrieval_quality, win};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A micro-batch's share of the policy's metrics of an optimizer step of `size`: micro-batches and ranks are summed, steps averaged.
+/// A micro-batch's share of the policy's metrics of an optimizer step of `size`: summed over micro-batches and ranks, averaged over steps.
 pub(super) fn policy_metrics(
     form: AdvantageForm,
     size: StepSize,
@@ -56,7 +56,7 @@ pub(super) fn policy_metrics(
         ("actor/pg_loss".to_owned(), f64::from(loss.pg_loss)),
         ("actor/pg_clipfrac".to_owned(), loss.n_clipped as f64 / n_ratios),
         ("actor/pg_clipfrac_lower".to_owned(), loss.n_clipped_lower as f64 / n_ratios),
-        // Per token in both forms, so that they compare.
+        // Per token for token and sequence advantages, so that they are comparable.
         ("actor/ppo_kl".to_owned(), loss.kl_sum / n_tokens),
         ("actor/ppo_kl_k3".to_owned(), loss.kl_k3_sum / n_tokens),
         ("actor/entropy".to_owned(), entropy / n_tokens),
@@ -65,7 +65,7 @@ pub(super) fn policy_metrics(
     metrics
 }
 
-/// A micro-batch's share of the critic's metrics of an optimizer step that learns at `n_values` positions.
+/// A micro-batch's share of the critic's metrics of an optimizer step with `n_values` positions in the value loss.
 pub(super) fn value_metrics(n_values: usize, loss: &ValueLoss) -> Metrics {
     Metrics::from([
         ("critic/vf_loss".to_owned(), f64::from(loss.vf_loss)),
@@ -86,7 +86,7 @@ pub(super) struct UpdateMetrics {
     pub(super) actor_lr: f64,
     /// Learning rate of the critic; `None` without a critic.
     pub(super) critic_lr: Option<f64>,
-    /// Positions, within the batch, of the responses of the first optimizer step.
+    /// Indices in the batch of the responses of the first optimizer step.
     pub(super) first_mini_batch: Vec<usize>,
 }
 
@@ -191,7 +191,7 @@ fn kl_metrics(experience: &Experience<'_>, config: &RlConfig) -> Metrics {
     metrics
 }
 
-/// `1 - var(returns - values) / var(returns)` over the positions the critic learns at.
+/// `1 - var(returns - values) / var(returns)` over the positions in the value loss.
 ///
 /// Source: verl `compute_data_metrics`, `critic/vf_explained_var`.
 fn explained_variance(critic: &ValueExperience) -> f64 {
@@ -211,7 +211,7 @@ fn explained_variance(critic: &ValueExperience) -> f64 {
     if spread > 0.0 { 1.0 - variance(&errors) / spread } else { 0.0 }
 }
 
-/// verl's metrics of importance weights, which are capped already; `ratio_fraction_high` is the share at the cap.
+/// verl's metrics of importance weights. The weights are capped already; `ratio_fraction_high` is the share at the cap.
 fn importance_metrics(weights: &Rows, cap: f64) -> Metrics {
     let mask = all_true(weights);
     let flat = weights.concat();
@@ -256,8 +256,9 @@ pub(super) fn rollout_metrics(batch: &RolloutBatch) -> Metrics {
     metrics
 }
 
-/// Distinct responses: as a share of all, as the mean of each query's own, and of the batch divided by its queries. In the last a rewrite
-/// that is the query counts as a response of that query alone: a policy of edits may rightly keep most queries by one response.
+/// Distinct responses: as a share of all responses, as a mean over queries, and for the batch divided by its number of queries. In the last
+/// metric an unchanged query is a distinct response of each query, because a policy of edits may correctly keep most queries with one
+/// response.
 fn distinct_metrics(rollouts: &[Rollout]) -> Metrics {
     let of_batch: BTreeSet<&[u32]> = rollouts.iter().map(|rollout| rollout.example.response.as_slice()).collect();
     let of_each: BTreeSet<(usize, &[u32])> =
@@ -276,7 +277,7 @@ fn distinct_metrics(rollouts: &[Rollout]) -> Metrics {
     ])
 }
 
-/// Rounds of generation, and the share of the sampled queries that were replaced, since their samples all had one score.
+/// Number of rounds of generation, and the share of sampled queries that were replaced because all of their samples had the same score.
 ///
 /// Source: verl `recipe/dapo`, `train/num_gen_batches`; `ReplayBuffer`, `filter_groups/evicted_samples`, here as a share.
 fn resampling_metrics(resampled: &ResampledQueries, n_queries: usize) -> Metrics {
@@ -337,7 +338,7 @@ fn plugin_metrics(plugins: &BTreeMap<String, PluginActivity>) -> Metrics {
     metrics
 }
 
-/// Pearson correlation; `None` where one side is constant up to rounding.
+/// Pearson correlation; `None` if one variable is constant up to rounding.
 fn correlation(pairs: &[(f64, f64)]) -> Option<f64> {
     let n = pairs.len() as f64;
     let mean = |value: fn(&(f64, f64)) -> f64| pairs.iter().map(value).sum::<f64>() / n;
@@ -372,8 +373,8 @@ pub(super) fn mismatch_metrics(k1: f64, k3: f64) -> Metrics {
     Metrics::from([("rollout_corr/kl".into(), k1), ("rollout_corr/k3_kl".into(), k3)])
 }
 
-/// Time, throughput and memory of a step. `n_tokens`: tokens of prompts and responses; `save_s`: seconds of a checkpoint written since the
-/// step before.
+/// Time, throughput and memory of a step. `n_tokens`: tokens of prompts and responses; `save_s`: seconds for a checkpoint since the
+/// previous step.
 pub(super) fn step_metrics(seconds: f64, n_tokens: usize, save_s: Option<f64>) -> Metrics {
     let mut metrics = memory_metrics();
     metrics.extend(save_s.map(|save_s| ("timing_s/save_checkpoint".to_owned(), save_s)));

@@ -116,7 +116,7 @@ pub struct RlTask<'a> {
 }
 
 impl RlTask<'_> {
-    /// Whether a stop discards what was computed from a batch: on one CPU, where that takes longest. With `rl.off_by_one` the next batch is
+    /// True if a stop discards the updates of a batch: on one CPU, where they take longest. With `rl.off_by_one` the next batch is
     /// generated and scored at the same time.
     fn discards_updates(&self) -> bool {
         let is_alone = self.mesh.all.world_size() == 1;
@@ -178,8 +178,8 @@ pub fn kv_cache_room(config: &RlConfig, longest_prompt: usize, n_copies: usize) 
     CacheRoom { n_responses, n_prompts, longest_prompt, max_new_tokens: config.max_new_tokens }
 }
 
-/// On a GPU the KV cache is planned, and prefixes are dropped after each call: a resumed run, whose cache is empty, then
-/// computes the same bytes.
+/// On a GPU the size of the KV cache is planned, and cached prefixes are dropped after each call, so that a resumed run, whose cache is
+/// empty, gives the same bits.
 fn engine_settings(task: &RlTask<'_>) -> EngineSettings {
     if matches!(task.decoder.compute_device(), ComputeDevice::Cpu) {
         return EngineSettings::default();

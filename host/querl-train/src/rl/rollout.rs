@@ -19,8 +19,8 @@ pub(super) struct Query {
     pub(super) first_sample: usize,
 }
 
-/// The queries for `rows`, with `n_samples` samples each. A row that occurs twice (where an epoch ends within the batch), or is among the
-/// `earlier` queries of the batch, gets samples with further indices.
+/// The queries for `rows`, with `n_samples` samples each. If a row occurs twice (an epoch ends within the batch) or is among the `earlier`
+/// queries of the batch, the sample indices are continued.
 pub(super) fn queries<'a>(rows: &[usize], n_samples: usize, earlier: impl Iterator<Item = &'a Query>) -> Vec<Query> {
     let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
     for Query { row, first_sample } in earlier {
@@ -54,10 +54,10 @@ impl ScoredResponse {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Timings {
     pub(super) generate_s: f64,
-    /// Time spent in the environment; `calls` has its parts.
+    /// Time spent in the environment; `calls` has the time of its parts.
     pub(super) score_s: f64,
     pub(super) calls: CallTimings,
-    /// Time from the start of generation to the last score: less than the sum of both, since generation and scoring overlap.
+    /// Time from the start of generation to the last score. Less than the sum of both, because generation and scoring overlap.
     pub(super) rollout_s: f64,
 }
 
@@ -81,12 +81,12 @@ pub(super) struct ResampledQueries {
     dropped: BTreeMap<String, u64>,
 }
 
-/// A batch of rollouts in progress; a checkpoint keeps it.
+/// A batch of rollouts in progress; part of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct PartialBatch {
     /// Step number under which the episodes of this batch are recorded.
     pub(super) step: u64,
-    /// Version of the policy that generates this batch: the number of steps whose updates it has.
+    /// Version of the policy that generates this batch: the number of steps that it was updated in.
     pub(super) version: u64,
     pub(super) queries: Vec<Query>,
     /// Scored responses in the order of the queries, `n_samples` for each query.
@@ -123,12 +123,12 @@ impl PartialBatch {
         self.responses.len() == self.queries.len() * n_samples
     }
 
-    /// Episodes, those of replaced queries included.
+    /// Number of episodes, including those of replaced queries.
     fn n_episodes(&self) -> usize {
         self.responses.len() + self.resampled.n_episodes
     }
 
-    /// Numbers of episodes without a score, by code; those of replaced queries included.
+    /// Numbers of episodes without a score, by code, including those of replaced queries.
     fn dropped(&self) -> BTreeMap<String, u64> {
         let mut dropped = drops(self.responses.iter().map(|response| &response.record));
         add_drops(&mut dropped, &self.resampled.dropped);
@@ -153,9 +153,9 @@ impl PartialBatch {
     /// With `rl.dynamic_sampling`, replaces those queries of a complete batch whose samples all have the same score by the next queries in
     /// `order`, at most `rl.max_resampled_batches` times. Returns whether the batch now lacks responses.
     ///
-    /// A checkpoint has either a batch before this call or one after it: the queries that follow depend on scores and `order` alone.
+    /// A checkpoint may contain the batch before or after this call: the replacing queries are a function of scores and `order`.
     ///
-    /// Source: Yu et al. 2025, "DAPO", section 3.2. As in ms-swift, the queries that are left after the last time stay in the batch.
+    /// Source: Yu et al. 2025, "DAPO", section 3.2. As in ms-swift, queries that remain after the last round stay in the batch.
     pub(super) fn resample(&mut self, task: &RlTask<'_>, order: &mut DataOrder) -> bool {
         let (config, n_samples) = (task.config, task.config.n_samples);
         if !config.dynamic_sampling || self.resampled.n_rounds >= config.max_resampled_batches {
@@ -205,7 +205,7 @@ pub(super) struct Rollout {
 }
 
 impl Rollout {
-    /// The environment's score, less the penalties for truncated and for overlong responses.
+    /// The environment's score minus the penalties for truncated and for overlong responses.
     ///
     /// Source: TRL's `missing_eos_penalty`; [`overlong_penalty`].
     pub(super) fn penalised_score(&self, config: &RlConfig) -> f32 {
@@ -267,7 +267,8 @@ pub(super) fn learnable(task: &RlTask<'_>, partial: &PartialBatch) -> Vec<Rollou
     rows.zip(&partial.responses).filter_map(rollout).collect()
 }
 
-/// A score within `rl.reward_clip`, as it is learned from. With `rl.normalize_rewards` it is scaled first, by what is not known yet.
+/// A score clipped to `rl.reward_clip`, as in the loss. With `rl.normalize_rewards` a score is scaled before it is clipped, by a factor
+/// that is not known yet.
 fn clipped(config: &RlConfig, score: f32) -> f32 {
     let limit = config.reward_clip as f32;
     if limit > 0.0 && !config.normalize_rewards { score.clamp(-limit, limit) } else { score }

@@ -13,26 +13,26 @@ use rand::SeedableRng;
 use rand::seq::index::sample;
 use rand_chacha::ChaCha8Rng;
 
-/// Responses of a batch that are checked.
+/// Number of responses of a batch that are checked.
 const SAMPLE: usize = 8;
 
-/// Mean difference of log-probabilities above which a run stops. Both sides compute in f32 from the same packed weights,
-/// whatever `model.dtype`, and differ only in the order of sums: by 1e-6 in `tests/ppo.rs` and `tests/learning.rs`, by up to
-/// 1.2e-5 with the example's model. Above 1e-5 there is a warning. verl's limit is 1e-2, with two engines and half precision.
+/// Limit of the mean difference of log-probabilities. Both passes compute in f32 from the same packed weights, whatever `model.dtype`, and
+/// differ only in the order of sums: by 1e-6 in `tests/ppo.rs` and `tests/learning.rs`, by up to 1.2e-5 with the example's model. Above
+/// 1e-5 there is a warning. verl's limit is 1e-2, with two engines and half precision.
 const MEAN_LIMIT: f64 = 1e-4;
 
-/// The same limit on a GPU, where activations are bf16 and the two sides round in other places. Measured on the simulated GPU with
-/// the real arithmetic of bf16: 0.005, 0.007 and 0.008 in random models of 2, 8 and 24 layers, 0.008 to 0.013 with adapters that
-/// spread the logits over tens of nats, 0.017 in the tiny policy of the tests; on an H200 below 0.05 in
-/// random models of 24 and 28 layers and 0.061 in one of 64.
+/// The same limit on a GPU, where activations are bf16 and the two passes round at different points. Measured on the simulated GPU with
+/// real bf16 arithmetic: 0.005, 0.007 and 0.008 in random models of 2, 8 and 24 layers, 0.008 to 0.013 with adapters that spread the logits
+/// over tens of nats, 0.017 in the tiny policy of the tests; on an H200 below 0.05 in random models of 24 and 28 layers and 0.061 in one of
+/// 64.
 const MEAN_LIMIT_ON_GPU: f64 = 1e-1;
 
-/// The limit for one token on a GPU. Measured: 0.02, 0.023 and 0.042, 0.08 with such adapters, over some hundred tokens each; the
-/// largest of a million tokens is far above.
+/// The limit for a single token on a GPU. Measured: 0.02, 0.023 and 0.042, and 0.08 with such adapters, over some hundred tokens each; the
+/// maximum over a million tokens is far larger.
 const MAX_LIMIT_ON_GPU: f64 = 2.0;
 
-/// The limit for one token: an error in few places, such as where micro-batches are cut, hardly changes the mean. The largest
-/// rounding in those tests is 3e-5.
+/// The limit for a single token: an error in few positions, such as at the boundaries of micro-batches, hardly changes the mean. The
+/// largest rounding error in those tests is 3e-5.
 const MAX_LIMIT: f64 = 1e-2;
 
 /// Separates this random stream from the others of a step.
@@ -107,7 +107,7 @@ pub(super) fn check_mismatch(
     step: u64,
 ) -> Result<Metrics, TrainError> {
     let rows = logprobs.iter().zip(rollouts);
-    // Log of the ratio of both probabilities, ours over the server's.
+    // Log-ratio of the training pass's probability and the server's.
     let log_ratios: Vec<f64> = rows
         .flat_map(|(ours, rollout)| ours.iter().zip(&rollout.behaviour_logprobs))
         .map(|(ours, server)| f64::from(*ours) - f64::from(*server))
@@ -118,9 +118,9 @@ pub(super) fn check_mismatch(
     let mean =
         |value: fn(f64) -> f64| log_ratios.iter().map(|ratio| value(*ratio)).sum::<f64>() / log_ratios.len() as f64;
     let (k1, k3) = (mean(|ratio| -ratio), mean(raw_k3));
-    // One token that the server all but excludes would decide for the whole batch.
+    // Capped, because otherwise one token with a very small probability on one side would dominate the batch.
     let bounded = mean(|ratio| raw_k3(ratio).clamp(0.0, f64::from(MAX_K3)));
-    // Also where it is NaN.
+    // NaN is an error, too.
     if bounded <= max_mismatch_kl {
         Ok(mismatch_metrics(k1, k3))
     } else {

@@ -22,7 +22,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Instant;
 
-/// Request to generate and score the responses of a batch: policy, sampling settings and stop conditions.
+/// A request to generate and score the responses of a batch: policy, sampling settings and stop conditions.
 pub(super) struct RolloutRequest<'a> {
     pub(super) data: &'a RlData<'a>,
     pub(super) policy: &'a LoraAdapter,
@@ -32,13 +32,13 @@ pub(super) struct RolloutRequest<'a> {
     pub(super) mesh: &'a Mesh,
     /// Stop flag in addition to the task's; either of them stops generation before the next decode step.
     pub(super) cancel: &'a AtomicBool,
-    /// Timer that interrupts generation when a checkpoint is due, which is then written; `None` where no checkpoint can be written.
+    /// Timer that interrupts generation to write a checkpoint; `None` if no checkpoint can be written.
     pub(super) timer: Option<&'a SaveTimer>,
 }
 
-/// Generates and scores the missing responses of `partial` until all are complete or generation is stopped; `partial` then also keeps
-/// unfinished responses, which the next call continues. On a GPU, where another batch size changes the last bits of results, and with a
-/// rollout server, the next call generates the interrupted part again from its start.
+/// Generates and scores the missing responses of `partial` until all are complete or generation is stopped. After a stop `partial` also has
+/// the unfinished responses, which the next call resumes. On a GPU, where the batch size affects the last bits of results, and with a
+/// rollout server, the next call restarts the interrupted part.
 pub(super) fn complete(
     task: &RlTask<'_>,
     generator: &mut Generator<'_>,
@@ -118,7 +118,7 @@ pub(super) fn complete(
     Ok(())
 }
 
-/// What a rank generates of a part: consecutive queries, in the order of the ranks.
+/// The queries of a part that a rank generates: consecutive, in the order of the ranks.
 fn of_rank<'a, T>(part: &'a [T], ranks: &Ranks) -> &'a [T] {
     let start = |rank: usize| part.len() * rank / ranks.world_size();
     &part[start(ranks.rank())..start(ranks.rank() + 1)]
@@ -129,7 +129,7 @@ fn request<'a>(task: &RlTask<'_>, rollout: &RolloutRequest<'a>, step: u64, query
     GenerationRequest { prompt: &rollout.data.prompts[query.row], seed, n: rollout.n_samples }
 }
 
-/// Responses as the environment receives them.
+/// Converts responses for the environment.
 fn policy_responses(
     task: &RlTask<'_>,
     sampling: &SamplingSettings,
@@ -177,7 +177,7 @@ fn score(
     Ok(ScoredPart { responses, timings, plugins: scored.plugins })
 }
 
-/// One seed from several numbers, by SplitMix64.
+/// Combines several numbers to one seed, by SplitMix64.
 fn seed_of(parts: &[u64]) -> u64 {
     parts.iter().fold(SPLIT_MIX_STEP, |state, part| split_mix((state ^ part).wrapping_add(SPLIT_MIX_STEP)))
 }
@@ -249,7 +249,7 @@ mod tests {
         let mut next = 0..2;
         let make = move || {
             let part = next.next();
-            // The second item is only produced once the first is being consumed: sequentially this would time out.
+            // The second item is produced only after the first one is being consumed: sequential execution would time out.
             if part == Some(1) {
                 wait_started
                     .recv_timeout(Duration::from_secs(60))

@@ -14,7 +14,7 @@ use querl_model::save_tensors;
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 
-/// Folder of the records, below that of the stage.
+/// Folder of the records in the stage's folder.
 const STEPS: &str = "steps";
 
 /// Writes the record of a step after its updates. Only the first rank writes.
@@ -54,7 +54,8 @@ fn step_of(file: &str) -> Option<u64> {
     file.strip_prefix("step-")?.strip_suffix(".safetensors")?.parse().ok()
 }
 
-/// B responses in the order of the batch, N tokens of all of them one after the other. `docs/files.md` describes the names.
+/// The tensors of a record: B responses in the order of the batch, with N tokens in total, concatenated. `docs/files.md` describes the
+/// names.
 fn tensors(
     experience: &Experience<'_>,
     shaping: &RewardShaping,
@@ -86,7 +87,7 @@ fn tensors(
     // (1)
     put("kl_coef", vector(vec![experience.kl_coef])?);
     put("score_deviation", vector(vec![shaping.score_moments.deviation()])?);
-    // The first optimizer step, whose losses are those of the policy and the critic that the batch was computed with.
+    // The first optimizer step: its losses are those of the policy and critic with which the batch was computed.
     put("first_mini_batch", vector(updates.first_mini_batch.iter().map(|row| *row as u32).collect())?);
     let first = updates.policy.first.iter().chain(&updates.critic.first);
     for (name, value) in first.filter(|(name, _)| name.ends_with("_loss")) {

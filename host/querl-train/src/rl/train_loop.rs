@@ -54,7 +54,7 @@ pub(super) struct Trainer<'a> {
     generator: Generator<'a>,
     pub(super) order: DataOrder,
     pub(super) state: TrainerState,
-    /// A mesh of its own for rollouts, which may run concurrently with updates.
+    /// A separate mesh for rollouts, which may run concurrently with updates.
     rollout_mesh: Mesh,
     /// Copy of the policy that generates the next batch while updates change the trained policy (`rl.off_by_one`).
     pub(super) rollout_policy: Option<LoraAdapter>,
@@ -66,7 +66,7 @@ pub(super) struct Trainer<'a> {
     pub(super) backup: Option<State>,
     /// Copy of the state before learning from a complete batch, for a stop that discards the updates of that batch.
     pub(super) before_updates: Option<BeforeUpdates>,
-    /// Seconds that writing the newest checkpoint took; `None` once they are recorded as a metric.
+    /// Seconds for writing the newest checkpoint; `None` after they were recorded as a metric.
     pub(super) save_s: Option<f64>,
 }
 
@@ -107,7 +107,7 @@ impl<'a> Trainer<'a> {
             if self.evaluation_is_due() && self.evaluate(sink)? == Phase::Stopped {
                 return self.interrupt(sink);
             }
-            // 2. A checkpoint; the best policy so far also goes to `best`.
+            // 2. A checkpoint; the best policy so far is also written to `best`.
             if self.checkpoint_is_due()? {
                 self.save(sink)?;
             }
@@ -117,7 +117,7 @@ impl<'a> Trainer<'a> {
             if self.task.stop_after.is_some_and(|last| self.state.step >= last) {
                 return self.interrupt(sink);
             }
-            // 3. Scored rollouts; episodes whose calls failed or were late are dropped and counted.
+            // 3. Scored rollouts; episodes with failed or late calls are dropped and counted.
             let Some(batch) = self.roll_out(sink)? else { return self.interrupt(sink) };
             // 4. Log-probabilities, values, advantages; several epochs of updates.
             let metrics = match self.learn(&batch) {
@@ -138,7 +138,7 @@ impl<'a> Trainer<'a> {
     /// Generates and scores responses to the validation split, greedily.
     fn evaluate(&mut self, sink: &mut dyn MetricSink) -> Result<Phase, TrainError> {
         let (task, step) = (self.task, self.state.step);
-        // Rollouts that run ahead are recorded before the evaluation, also after a stop in between.
+        // The rollouts of the next batch (`rl.off_by_one`) are recorded before the evaluation, also if a stop was in between.
         if self.state.rollouts.is_some() && self.complete_rollouts(sink)? == Phase::Stopped {
             return Ok(Phase::Stopped);
         }
@@ -168,7 +168,7 @@ impl<'a> Trainer<'a> {
         if step > 0 {
             task.progress.update(step, task.config.max_steps as u64, &self.best_note());
         }
-        // A checkpoint of this step that a stop during its evaluation left does not have the result.
+        // A stop during the evaluation may have left a checkpoint of this step without the evaluation's result.
         self.saved_step = None;
         Ok(Phase::Completed)
     }
@@ -192,7 +192,7 @@ impl<'a> Trainer<'a> {
         self.state.step >= self.task.config.max_steps as u64
     }
 
-    /// Whether the policy as it is now is the best so far.
+    /// True if the current policy is the best so far.
     pub(super) fn is_best(&self) -> bool {
         self.state.best.as_ref().is_some_and(|best| best.step == self.state.step)
     }
@@ -208,7 +208,7 @@ impl<'a> Trainer<'a> {
         batch.transpose()
     }
 
-    /// Completes the next step's batch, starting it where nothing of it exists.
+    /// Completes the next step's batch, after starting it if necessary.
     fn complete_rollouts(&mut self, sink: &mut dyn MetricSink) -> Result<Phase, TrainError> {
         let (task, step) = (self.task, self.state.step);
         loop {
@@ -228,7 +228,7 @@ impl<'a> Trainer<'a> {
                 self.rollout_policy = None;
             }
             self.state.rollouts = Some(partial);
-            // The flag is never cleared: while it is unset, the batch is complete or a checkpoint is due.
+            // The flag is never cleared. If it is not set, either the batch is complete or a checkpoint is due.
             match (self.stop_requested()?, is_complete) {
                 (true, _) => return Ok(Phase::Stopped),
                 (false, true) => return Ok(Phase::Completed),
@@ -241,8 +241,8 @@ impl<'a> Trainer<'a> {
         Ok(self.task.mesh.all.any(self.task.stop.load(Ordering::Relaxed))?)
     }
 
-    /// Updates policy and critic on a batch. With `rl.off_by_one` the next batch is generated concurrently, by the policy as it
-    /// was before the updates.
+    /// Updates policy and critic on a batch. With `rl.off_by_one` the next batch is generated concurrently by a copy of the policy before
+    /// the updates.
     fn learn(&mut self, batch: &RolloutBatch) -> Result<Metrics, TrainError> {
         let (task, step) = (self.task, self.state.step + 1);
         let mut metrics = if task.config.off_by_one && step < task.config.max_steps as u64 {
@@ -299,7 +299,7 @@ impl<'a> Trainer<'a> {
         metrics.extend(step_metrics(seconds, batch.n_tokens(), self.save_s.take()));
         let mut watched = metrics.clone();
         if !matches!(task.decoder.compute_device(), ComputeDevice::Cpu) {
-            // bf16 rounding on a GPU is far above the limit of this warning: `check_rollout` has limits of its own there.
+            // bf16 rounding on a GPU is far above the threshold of this warning: `check_rollout` has separate limits for GPUs.
             watched.remove("rollout_probs_diff");
         }
         let validation = ValidationProgress {
@@ -310,7 +310,7 @@ impl<'a> Trainer<'a> {
             task.progress.line(&format!("rl step {step}: {warning}"));
         }
         sink.record("rl", step, &metrics).map_err(|source| self.io(source))?;
-        // The evaluation after the last step reports its progress.
+        // The progress after the last step is reported by the evaluation.
         if !self.is_last_step() {
             let reward = metrics.get("avg_reward").copied().unwrap_or_default();
             let note = format!("reward {reward:+.3}, {}", self.best_note());
@@ -342,9 +342,9 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Generates and scores responses to training queries; with `rl.dynamic_sampling`, also to those that take the place of queries without
-/// variance. With `rl.off_by_one` the complete batch is checked against the training pass here, since the policy that generated it has
-/// changed by the time it is learned from.
+/// Generates and scores responses to training queries; with `rl.dynamic_sampling`, also to those that replace queries without variance.
+/// With `rl.off_by_one` the complete batch is compared with the training pass here, because the policy that generated it will have changed
+/// before the batch is used.
 fn roll_out_training_queries(
     task: &RlTask<'_>,
     (generator, order): (&mut Generator<'_>, &mut DataOrder),

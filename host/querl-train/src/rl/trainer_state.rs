@@ -30,12 +30,12 @@ pub(super) struct TrainerState {
     pub(super) dropped: BTreeMap<String, u64>,
     /// Unfinished batch of the next step.
     pub(super) rollouts: Option<PartialBatch>,
-    /// Unfinished evaluation that was stopped.
+    /// An evaluation that was stopped before its end.
     pub(super) evaluation: Option<PartialBatch>,
     pub(super) health: Health,
 }
 
-/// A complete batch, and the state that learning from it changes, as it was before.
+/// A complete batch, and a copy of the state before the batch's updates.
 pub(super) struct BeforeUpdates {
     learned: State,
     rollouts: Option<PartialBatch>,
@@ -53,7 +53,7 @@ const POLICY: &str = "policy";
 const ROLLOUT_POLICY: &str = "rollout_policy";
 
 impl Trainer<'_> {
-    /// Writes a checkpoint, then `best` if it is due: after a kill between the two, resuming writes `best` again.
+    /// Writes a checkpoint, then `best` if due. If the process is killed in between, the resumed run writes `best`.
     pub(super) fn save(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
         let started = Instant::now();
         let trained = self.learner.trained_vars(self.task.policy);
@@ -76,8 +76,8 @@ impl Trainer<'_> {
         Err(TrainError::Interrupted { stage: "rl", step: self.state.step })
     }
 
-    /// Copies the state that learning from the complete batch changes, if a stop is to discard the updates: adapters (the base is frozen)
-    /// and their optimizer moments, which are shared until the first update.
+    /// Copies the state that the updates of the batch change, if a stop will discard the updates: adapters (the base is frozen) and their
+    /// optimizer moments, which are shared until the first update.
     pub(super) fn copy_before_updates(&mut self) -> Result<(), TrainError> {
         if self.task.discards_updates() {
             let mut learned = State::default();
@@ -88,8 +88,8 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// After a stop during the updates of a batch: saves the state from before the updates with the batch, so that a resumed run learns
-    /// from the batch again.
+    /// After a stop during the updates of a batch: saves the state from before the updates with the batch, so that a resumed run repeats
+    /// the updates.
     pub(super) fn discard_updates(&mut self, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
         if let Some(BeforeUpdates { learned, rollouts }) = self.before_updates.take() {
             learned.restore_vars(POLICY, self.task.policy.vars())?;
@@ -99,8 +99,8 @@ impl Trainer<'_> {
         self.interrupt(sink)
     }
 
-    /// On a GPU, copies the state to host memory before a step changes it: a step that runs out of memory leaves policy and
-    /// critic between two steps.
+    /// On a GPU, copies the state to CPU memory before a step, because running out of memory within a step leaves policy and critic in an
+    /// inconsistent state.
     pub(super) fn back_up(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
         let is_on_gpu = self.task.policy.vars().values().next().is_some_and(|var| !var.device().is_cpu());
         let is_unsaved = self.writes_state() && self.state.step > 0 && self.saved_step != Some(self.state.step);
@@ -118,7 +118,7 @@ impl Trainer<'_> {
         }
         let step = self.state.step;
         let is_saved = match (&self.store, self.backup.take()) {
-            // A second error, of writing, is not reported: the first is the cause.
+            // An error in writing is not reported: the first error is the cause.
             (Some(store), Some(state)) => store.write(step, &state).is_ok(),
             _ => self.store.is_some() && self.saved_step == Some(step),
         };
@@ -141,13 +141,13 @@ impl Trainer<'_> {
         self.learner.save_critic(task.mesh, &directory.join("critic"), task.base_path)
     }
 
-    /// Whether states to resume from are written, and this rank holds a shard of them.
+    /// True if states for resuming are written and this rank has a part of them.
     fn writes_state(&self) -> bool {
         self.task.fingerprint.is_some() && self.task.mesh.data.is_first()
     }
 
-    /// Everything that the next step depends on; logs are synced to disk first. Tensor-parallel ranks call this together, and
-    /// the first gets the result.
+    /// The state that the next step depends on; the logs are synced to disk first. Tensor-parallel ranks call this together, and the first
+    /// one gets the result.
     fn full_state(&mut self, sink: &mut dyn MetricSink) -> Result<State, TrainError> {
         let task = self.task;
         let metrics = sink.mark().map_err(|source| self.io(source))?;
@@ -163,7 +163,7 @@ impl Trainer<'_> {
         state.gather_shards(&task.mesh.tensor)
     }
 
-    /// Policy, critic, their optimizers, and what is learned about rewards.
+    /// Adds policy, critic, their optimizers, and the state of reward shaping.
     fn put_learned(&self, state: &mut State) -> Result<(), TrainError> {
         state.put_vars(POLICY, self.task.policy.vars());
         self.learner.save(state)
@@ -175,7 +175,7 @@ impl Trainer<'_> {
         self.state = state.get("loop")?;
         self.order.seek(self.state.data_position);
         state.restore_vars(POLICY, task.policy.vars())?;
-        // With `rl.off_by_one`, a batch that an earlier policy began.
+        // With `rl.off_by_one`: a batch that an earlier policy started.
         let is_behind = |partial: &PartialBatch| partial.version < step && !partial.is_complete(task.config.n_samples);
         if self.state.rollouts.as_ref().is_some_and(is_behind) {
             let policy = task.policy.snapshot()?;
@@ -190,7 +190,7 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Removes what was logged after a checkpoint.
+    /// Removes log entries after a checkpoint.
     pub(super) fn rewind_logs(&self, sink: &mut dyn MetricSink, logs: &LogPositions) -> Result<(), TrainError> {
         if !self.task.mesh.all.is_first() {
             return Ok(());
@@ -226,7 +226,7 @@ impl Evaluation {
         Ok(Self { reward, rewards, metrics, timings: partial.timings })
     }
 
-    /// Compares on the rows that both could score.
+    /// Compares the mean rewards over the rows with a score in both evaluations.
     fn is_better_than(&self, other: &Self) -> bool {
         let both = self.rewards.iter().zip(&other.rewards).filter_map(|(own, others)| Some((*own)? - (*others)?));
         both.sum::<f64>() > 0.0

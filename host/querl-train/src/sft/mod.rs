@@ -132,8 +132,8 @@ fn check(task: &SftTask<'_>) -> Result<(), TrainError> {
     }
 }
 
-/// Loss and gradients of one optimizer step; each rank computes its share of the rows. Micro-batches are weighted by their tokens, so
-/// the sum does not depend on the split.
+/// Loss and gradients of one optimizer step; each rank computes its share of the rows. Micro-batches are weighted by their number of
+/// tokens, so that the sum does not depend on their division.
 fn loss_and_gradients(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Result<StepLoss, TrainError> {
     #[cfg(test)]
     crate::testing::out_of_memory_at(step, "pass")?;
@@ -155,7 +155,7 @@ fn loss_and_gradients(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Resul
     Ok(StepLoss { loss, n_tokens, gradients })
 }
 
-/// Read after all micro-batches are launched, so that the host waits for a GPU once.
+/// Sums the losses. Called after all micro-batches were launched, so that the CPU waits for the GPU only once.
 fn sum_of_scalars(scalars: &[Tensor]) -> Result<f64, TrainError> {
     let mut sum = 0.0;
     for scalar in scalars {

@@ -72,7 +72,7 @@ struct Setting {
 
 const NEVER: u64 = u64::MAX;
 
-/// Called with each step that is reported.
+/// A progress callback that is called with each reported step.
 struct OnStep<F>(F);
 
 impl<F: Fn(u64) + Send + Sync> Progress for OnStep<F> {
@@ -102,7 +102,7 @@ impl Setting {
         self.run_rank(&Mesh::alone(), model, sink, (&progress, &stop))
     }
 
-    /// As one rank of a mesh.
+    /// Runs one rank of a mesh.
     fn run_rank(
         &self,
         mesh: &Mesh,
@@ -133,7 +133,7 @@ impl Setting {
         (self.run(model, &mut sink, NEVER).unwrap(), sink)
     }
 
-    /// Runs to the end with a stop after each of `steps`, each time with a newly loaded model.
+    /// Runs to the end with a stop after each of `steps`, each time with a reloaded model.
     fn complete_in_parts(&self, steps: &[u64], model: impl Fn() -> Model) -> (SftSummary, Recorder) {
         let mut sink = Recorder::default();
         for &step in steps {
@@ -183,7 +183,7 @@ fn two_settings(config: &SftConfig) -> [Setting; 2] {
     [(), ()].map(|()| Setting::new(config.clone()))
 }
 
-/// Largest difference relative to values above 1.
+/// Largest difference, relative for values above 1.
 fn largest_difference(found: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len(), "{found:?}, expected {expected:?}");
     found
@@ -214,7 +214,7 @@ fn the_loss_curve_is_that_of_transformers_and_peft() {
         warmup_ratio: number("warmup_steps") / 50.0,
         ..SftConfig::default()
     });
-    // The seeded order takes these rows in the golden file's order.
+    // With this seed, the shuffled order gives the golden file's order.
     setting.train = rows.clone();
     for (index, row) in DataOrder::new(rows.len(), 5).take(rows.len()).into_iter().zip(rows) {
         setting.train[index] = row;
@@ -246,7 +246,7 @@ fn a_stop_within_a_step_or_an_evaluation_resumes_to_the_files_of_an_uninterrupte
     for model in [with_adapter as fn() -> Model, all_weights] {
         let complete = new();
         let (expected_summary, expected) = complete.complete(&model());
-        // Each row is a pass: 24 of training, and 6 in each of two evaluations.
+        // Each row is one pass: 24 in training, and 6 in each of two evaluations.
         let n_passes = 24 + 2 * 6;
         for call in (1..=n_passes + 1).step_by(3) {
             let (stopped, mut sink) = (new(), Recorder::default());
@@ -287,7 +287,7 @@ fn steps_after_the_newest_checkpoint_are_taken_again() {
     let (_, expected) = complete.complete(&with_adapter());
     let mut sink = Recorder::default();
     killed.run(&with_adapter(), &mut sink, 7).unwrap_err();
-    // As after a kill: the checkpoint of step 4 and metrics of three more steps.
+    // As after a kill: the checkpoint of step 4, and metrics of three later steps.
     std::fs::remove_file(killed.state_file(7)).unwrap();
     assert_eq!(sink.0.len(), 7);
     killed.run(&with_adapter(), &mut sink, NEVER).unwrap();
@@ -295,7 +295,7 @@ fn steps_after_the_newest_checkpoint_are_taken_again() {
     assert!(killed.files() == complete.files());
 }
 
-/// Regression: the policy of a step that broke it was saved as the best, since every comparison with NaN is false.
+/// Regression: a diverged policy was saved as the best one, because every comparison with NaN is false.
 #[test]
 fn a_validation_loss_that_is_not_finite_is_an_error_and_no_best_checkpoint() {
     let config = SftConfig { max_steps: 1, learning_rate: 1e30, warmup_ratio: 0.0, eval_steps: 1, ..config() };
@@ -375,7 +375,8 @@ fn training_ends_early_once_the_validation_loss_no_longer_falls() {
     assert!(setting.files()["best/adapter_model.safetensors"] != setting.files()["last/adapter_model.safetensors"]);
 }
 
-/// Out of memory in a pass or in clipping, step 7 is not taken; in its evaluation, it is, and resuming begins with the evaluation.
+/// After an out-of-memory error in a pass or in clipping, step 7 is not complete. After one in its evaluation it is, and the resumed run
+/// starts with the evaluation.
 #[test]
 fn a_step_out_of_memory_saves_the_steps_before_and_can_be_resumed() {
     let config = SftConfig { eval_steps: 7, ..config() };

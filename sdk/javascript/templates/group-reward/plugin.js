@@ -4,7 +4,7 @@ import { plugin, Rejection, text } from "#querl-sdk";
 
 /** @import { Episode, GroupReward, Settings } from "#querl-sdk" */
 
-// No rewrite is longer, and units of a long text cost a component thousands of instructions a character.
+// Longer than any rewrite. Splitting a text into units takes thousands of instructions per character in a component.
 const MAX_CHARS = 1000;
 
 /** @implements {GroupReward} */

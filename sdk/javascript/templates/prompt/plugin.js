@@ -10,7 +10,7 @@ const SYSTEMS = {
 
 /** @import { Prompt, PromptInput, PromptTask, Settings } from "#querl-sdk" */
 
-// No query is longer, and handing a long text back costs a component thousands of instructions a character.
+// Longer than any query. Returning a text takes thousands of instructions per character in a component.
 const MAX_CHARS = 1000;
 
 /** @implements {Prompt} */

@@ -1,5 +1,5 @@
-"""Between the bindings and the authors' classes. Runs in components only; `querl plugin build` makes the module that uses it.
+"""Connects the generated bindings to the plugin's classes. Runs in components only, imported by a module that `querl plugin build` writes.
 
-componentize-py writes the bindings (`wit_world`, `componentize_py_types`) for the worlds of `plugin.toml`, and calls classes by
-the names of the exported interfaces: one module here for each.
+componentize-py generates the bindings (`wit_world`, `componentize_py_types`) for the worlds of `plugin.toml`. It calls one class
+per exported interface; each has a module here.
 """

@@ -1,4 +1,4 @@
-"""Binding types to the authors' types and back. Cases of variants are classes, named after the variant: ``wit.Split_Train``."""
+"""Converts between binding types and SDK types. In the bindings each case of a variant is a class, such as ``wit.Split_Train``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from wit_world.imports import types as wit
 from ..reward import Score
 from ..types import CallFailure, Candidate, Context, Episode, Hit, JudgeScore, Message, Rejection, Role, StyleProbability
 
-# Records whose fields are those of the authors' classes are made as such at once: componentize-py looks a class up in its module
-# after the plugin was imported, and takes the fields by position.
+# Replaces binding classes by SDK classes with the same fields in the same order, which saves a conversion: componentize-py looks up a
+# class in its module after the plugin was imported, and constructs it with positional arguments.
 wit.Context, wit.Hit, wit.StyleProbability, wit.JudgeScore = Context, Hit, StyleProbability, JudgeScore
 
 _ROLES_IN = {role: Role[role.name] for role in wit.Role}
@@ -19,13 +19,13 @@ _ROLES_OUT = {role: wit.Role[role.name] for role in Role}
 
 
 def case_name(value) -> str:
-    """The name of a variant's case, `rate_limited` for `FailureKind_RateLimited`; the text of `other`."""
+    """The name of a variant's case: `rate_limited` for `FailureKind_RateLimited`. For the case `other`, its text."""
     case = type(value).__name__.split("_")[-1]
     return value.value if case == "Other" else re.sub(r"(?<=.)(?=[A-Z])", "_", case).lower()
 
 
 def case_of(module, variant: str, name: str):
-    """The case of a variant by the name of the contract, `group-reward`."""
+    """Constructs the case of a variant from its name in the contract, such as `group-reward`."""
     return getattr(module, f"{variant}_{''.join(part.capitalize() for part in name.split('-'))}")()
 
 
@@ -80,7 +80,7 @@ def _candidate(value) -> Candidate:
 
 
 def _result(value):
-    """What a call gave, its failure, or none."""
+    """The result of a call, its failure, or None."""
     if value is None:
         return None
     return call_failure(value.value) if isinstance(value.value, wit.CallFailure) else value.value
@@ -91,7 +91,7 @@ def rejection(value: Rejection):
 
 
 def parts(score: Score, place: str) -> tuple[float, dict[str, float]]:
-    """Total and components of a score. Checked here: the host cannot say which method they come from."""
+    """Checks a score; returns total and components. The host checks them too, but its message cannot name the method."""
     if not isinstance(score, Score):
         raise TypeError(f"`{place}` gave {score!r}; expected a Score, or a raised Rejection")
     total, components = float(score.total), score.components

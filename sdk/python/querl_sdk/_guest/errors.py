@@ -1,4 +1,4 @@
-"""Errors that the interpreter of a component would report without the author's line, or without what to do."""
+"""Improves error messages: adds the plugin's traceback, or the remedy, where the interpreter of a component reports neither."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MODULES = "import it at the top of plugin.py: a component has only the modules 
 
 
 def explained(interface: type) -> type:
-    """The class of an interface, whose methods raise SystemExit as an error with its traceback, and say of a missing module what to do."""
+    """Class decorator: methods convert SystemExit to an error with traceback, and add the remedy to ModuleNotFoundError."""
     for name, method in list(vars(interface).items()):
         if not name.startswith("_"):
             setattr(interface, name, _explained(method))
@@ -31,5 +31,5 @@ def _explained(method):
 
 
 def replace_exit() -> None:
-    """Makes `os._exit` an exception: it would end the component without a traceback."""
+    """Replaces `os._exit` by `sys.exit`, because `os._exit` would end the component without a traceback."""
     os._exit = sys.exit

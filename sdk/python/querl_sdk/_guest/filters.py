@@ -11,7 +11,7 @@ from . import convert, host
 from .errors import explained
 
 
-# As in `convert`: a sample of the bindings is the author's, but for its columns.
+# As in `convert`: replaces the binding class. Only `columns` still needs a conversion.
 wit.Sample = Sample
 _KEEP = wit.Verdict_Keep()
 

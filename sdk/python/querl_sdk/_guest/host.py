@@ -1,4 +1,4 @@
-"""Settings, log and host functions of the host, as the authors' types."""
+"""Connects settings, log and host functions of the SDK to the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..settings import Settings
 from . import convert
 
 _LEVELS = {level.name.lower(): level for level in wit_log.Level}
-# By the calls of `querl_sdk.host`. The bindings have the interfaces that plugin.toml declares.
+# Names of the contract's functions by those of `querl_sdk.host`. The bindings contain only the interfaces that plugin.toml declares.
 _FUNCTIONS = {
     "count_tokens": "count",
     "split_tokens": "split",
@@ -25,12 +25,12 @@ _FUNCTIONS = {
 
 
 def settings() -> Settings:
-    """The settings that the host holds."""
+    """The plugin's settings, read from the host."""
     return Settings.from_source(wit_settings.get)
 
 
 def connect(interfaces) -> None:
-    """Has log lines and calls of host functions arrive at the host."""
+    """Forwards log lines and calls of host functions to the host."""
     modules = {name: import_module(f"wit_world.imports.{name.replace('-', '_')}") for name in interfaces}
 
     def call(interface, function, argument):

@@ -17,7 +17,7 @@ from .errors import explained
 
 
 def info_of(name: str, version: str, docs: Mapping[str, str]) -> type:
-    """The class that componentize-py calls for the description and a check of the settings. Made when the component is built."""
+    """Creates the class for the interface `info`: description, and check of the settings. Runs when the component is built."""
     described = describe(exported())
     settings = [
         wit.Setting(

@@ -1,4 +1,4 @@
-"""The episodes of a batch as JSON."""
+"""Decodes the episodes of a batch from JSON."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..types import Episode
 
 _decode_at = JSONDecoder().scan_once
 _new = object.__new__
-# Inputs whose JSON has objects in lists, or names that the user gave.
+# Inputs whose JSON has objects in lists, or user-defined keys.
 _NESTED = {"prompt", "columns", "retrieval", "style"}
 _MARKS = {field.name: f'"{field.name}":' for field in fields(Episode)}
 
 
 def reader(inputs: Iterable[str]) -> Callable[[str], Iterator[Episode]]:
-    """What reads the episodes of a plugin that declares these inputs."""
+    """The decoder for the episodes of a plugin that declares these inputs."""
     return flat if _NESTED.isdisjoint(inputs) else whole
 
 
 def whole(text: str) -> Iterator[Episode]:
-    """The episodes of a JSON array without white space, one by one: what an episode needed is free before the next is read. Memory that
-    a call touches first is what costs it most, since each call has a fresh instance."""
+    """Yields the episodes of a JSON array without whitespace. Decodes one episode at a time, so that its memory is reused for the next:
+    each call has a new instance, and touching new memory is the largest cost of a call."""
     position, end = 0, len(text) - 1
     while position < end and end > 1:
         episode = _new(Episode)
@@ -31,10 +31,11 @@ def whole(text: str) -> Iterator[Episode]:
 
 
 def flat(text: str) -> Iterator[Episode]:
-    """The same for a plugin without nested inputs: each field is parsed when it is read."""
+    """As `whole`, for a plugin without nested inputs: each field is decoded when it is read."""
     start, last = 2, len(text) - 2
     while start < last:
-        # No other object here is in a list, and each begins with a name: after a text that ends with `},{` comes no letter.
+        # Finds the next `},{"` that is followed by a letter. The episodes are the only objects in a list, and their keys begin with a
+        # letter; within a string the quote would end the string, and no letter can follow.
         end = text.find('},{"', start)
         while end >= 0 and not text[end + 4].isalpha():
             end = text.find('},{"', end + 4)
@@ -47,9 +48,10 @@ def flat(text: str) -> Iterator[Episode]:
 
 
 class _Fields:
-    """The fields of an episode without nested inputs, as the JSON object that it stands for.
+    """The JSON text of an episode without nested inputs, with the interface of a dictionary.
 
-    A name in quotes before a colon is a name of JSON, since quotes in texts are escaped, and no inner object has a name of the episode's.
+    `"NAME":` can only be a key, because quotes within strings are escaped. It is the episode's key, because inner objects have no
+    keys of the same name.
     """
 
     __slots__ = ("text",)

@@ -1,4 +1,4 @@
-"""Tests of a plugin in plain Python: short ways to episodes, the golden cases, and the contract's checks.
+"""Test kit for plugins in plain Python: builders for episodes, golden cases, and checks of the contract.
 
     from querl_sdk.testing import candidate, check_contract, check_golden, episode
 """

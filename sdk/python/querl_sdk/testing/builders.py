@@ -1,4 +1,4 @@
-"""Short ways to what a plugin is given."""
+"""Builders for the inputs of plugins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..types import CallFailure, Candidate, ColumnValue, Context, Episode, Hit, 
 
 
 def hits(*scores: float) -> list[Hit]:
-    """Hits with these reranker scores, ranked in this order."""
+    """Hits with these reranker scores and the ranks 1, 2, 3, ..."""
     return [Hit(id=f"kb-{rank}", text="", reranker_score=score, rank=rank) for rank, score in enumerate(scores, 1)]
 
 
@@ -35,7 +35,9 @@ def candidate(
     n_tokens: int | None = None,
     finish_reason: str | None = None,
 ) -> Candidate:
-    """A rewrite, the scores of its hits (or a failed call), the judge's score (or a failed call). What is left out is unknown."""
+    """A rewrite with the reranker scores of its hits (or a failed call) and the judge's score (or a failed call).
+
+    Omitted values are unknown."""
     return Candidate(
         rewrite=rewrite,
         retrieval=scores if scores is None or isinstance(scores, CallFailure) else hits(*scores),
@@ -59,7 +61,7 @@ def episode(
     gold_ids: Sequence[str] | None = None,
     sample_index: int = 0,
 ) -> Episode:
-    """An episode; a side given as a text is a rewrite that was not looked up and not judged."""
+    """An episode. A string as ``policy`` or ``baseline`` is a rewrite without retrieval and judge score."""
     return Episode(
         id=f"test/{sample_index}",
         group_id="test",
@@ -76,7 +78,7 @@ def episode(
 
 
 def declared(episode: Episode, inputs: Container[str]) -> Episode:
-    """The episode with the parts that a plugin declares and no others, as the host gives it."""
+    """The episode with only the inputs that a plugin declares, as the host passes it."""
 
     def side(of: Candidate) -> Candidate:
         return replace(of, **{part: None for part in ("retrieval", "judgement", "style") if part not in inputs})
@@ -95,7 +97,7 @@ def sample(query: str, rewrite: str, scores: Sequence[float] = (0.9,), columns: 
 
 
 def dialogue(*texts: str) -> Dialogue:
-    """A dialogue whose turns alternate and end with the assistant's."""
+    """A dialogue with alternating roles that ends with an assistant turn."""
     speakers = (Message.user, Message.assistant)
     first = len(texts) % 2
     return Dialogue(id="test", turns=[speakers[(first + index) % 2](text) for index, text in enumerate(texts)])
@@ -111,10 +113,10 @@ def host_functions(
     ask_judge: Callable[[list[Message]], str] | None = None,
     classify: Callable[[list[Message]], list[StyleProbability]] | None = None,
 ) -> Iterator[None]:
-    """Stand-ins for host functions within a ``with`` block.
+    """Replaces host functions within a ``with`` block.
 
-    Tokens and words are the units of :func:`querl_sdk.text.units`, vectors counts of characters; judge and style model are not
-    configured. Another stand-in may raise :class:`querl_sdk.HostCallError`.
+    Defaults: tokens and words are :func:`querl_sdk.text.units`, embeddings are character counts, and judge and style model are not
+    configured. A replacement may raise :class:`querl_sdk.HostCallError`.
     """
     functions = {
         "count_tokens": count_tokens,
@@ -139,7 +141,7 @@ def host_functions(
 
 
 def _character_vectors(texts: list[str]) -> list[list[float]]:
-    """Vectors of length 1 of counts of code points modulo 64; of an empty text the first axis."""
+    """L2-normalised vectors of size 64: counts of code points modulo 64. An empty text gives the first unit vector."""
     vectors = []
     for text in texts:
         counts = [0.0] * 64
@@ -151,7 +153,7 @@ def _character_vectors(texts: list[str]) -> list[list[float]]:
 
 
 def style_model(distribution: Mapping[str, float] | None = None, failure: CallFailure | None = None) -> StyleModel:
-    """A style model that always says the same: a distribution by label, a failure, or, without either, that there is none."""
+    """A style model with a constant result: class probabilities, a failed call, or (without arguments) "not configured"."""
     return _FixedModel(distribution, failure)
 
 

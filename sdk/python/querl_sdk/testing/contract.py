@@ -1,6 +1,6 @@
-"""What the contract asks of every plugin, as far as it can be seen without a host.
+"""Checks of the plugin contract that need no component.
 
-`querl plugin test` asks the same and more of the component; this says it in a second, with a debugger at hand.
+`querl plugin test` checks the component more completely. These checks take about a second and run under a debugger.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .builders import candidate, declared, dialogue, episode, failed, host_funct
 
 _NAME = re.compile(r"[a-z0-9_]{1,64}")
 
-# Empty, blank, Chinese, beyond the basic plane, right to left, controls, markup, long.
+# Empty, blank, Chinese, outside of the basic multilingual plane, right to left, control characters, markup, long.
 _TEXTS = ["", " \n", "胶原蛋白肽怎么吃", "👩‍⚕️𠮷", "שלום", "a\u0000b\u202e", "<b>{}</b>\\\"'", "虾青素。" * 20_000]
 
 
 def check_contract(plugin: type[Any], settings: Mapping[str, object] | None = None) -> None:
-    """Sends odd but lawful input of every sort to a plugin's class and checks what comes back.
+    """Calls a plugin's class with unusual but valid inputs and checks the results against the contract.
 
-    Raises :class:`AssertionError`, which says what was sent, what came back and what the contract says; an exception of the
-    plugin other than a rejection is let through.
+    Raises :class:`AssertionError` with the input, the result and the violated rule. Exceptions of the plugin other than rejections are
+    not caught.
     """
     def make() -> Any:
         return plugin(Settings(settings))
@@ -144,7 +144,7 @@ def _score(answer: Any, sent: Any, low: float, high: float) -> None:
 
 
 def _independent(make: Callable[[], Any], items: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """One object for the whole batch gives what a new object for each item gives."""
+    """Checks that one object for all items gives the same results as a new object per item, so that there is no state between items."""
     shared = make()
     for sent in items:
         together, alone = _answer(shared, sent), _answer(make(), sent)
@@ -153,7 +153,7 @@ def _independent(make: Callable[[], Any], items: list[tuple[Any, ...]]) -> list[
 
 
 def _answer(scorer: Any, sent: tuple[Any, ...]) -> Any:
-    """A score, or a rejection. The plugin may change what it is given."""
+    """The score or the rejection of a call. The plugin may modify its arguments."""
     return _attempt(lambda: scorer.score(*copy.deepcopy(sent)))
 
 

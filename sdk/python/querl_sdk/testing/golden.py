@@ -1,4 +1,4 @@
-"""The golden cases of a plugin: `golden/*.jsonl`, one case a line, the same that `querl plugin test` runs."""
+"""Runs the golden cases of a plugin, the same as `querl plugin test`: `golden/*.jsonl`, one case per line."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ _EXPECT: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class GoldenCase:
-    """One case: what is sent and what must come back."""
+    """One golden case: the input of a call and the expected result."""
 
     place: str
     """File and line."""
     name: str
     settings: dict[str, Any]
     about: str
-    """Which of the forms it has: `episode`, `episodes`, `samples`, `task`, `parse_rewrite`, `parse_judgement` or `dialogue`."""
+    """The kind of input: `episode`, `episodes`, `samples`, `task`, `parse_rewrite`, `parse_judgement` or `dialogue`."""
     sent: Any
     input: Any
-    """Of a `task`, what goes into the prompt."""
+    """The variables of the prompt, for a `task`."""
     style_model: Any
-    """Of a `dialogue`, what the model says."""
+    """The style model's result, for a `dialogue`."""
     calls: list[dict[str, Any]]
-    """The results of host functions; another call fails as not recorded."""
+    """Recorded results of host functions. Any other call fails with `not_recorded`."""
     expect: Any
 
 
 def read_golden(folder: Path | str) -> list[GoldenCase]:
-    """The cases of a folder, in the order of files and lines. Raises :class:`ValueError` for one that cannot be read."""
+    """Reads the cases of a folder, in the order of files and lines. Raises :class:`ValueError` for an invalid case."""
     paths = sorted(Path(folder).glob("*.jsonl"))
     return [_case(place, value) for path in paths for place, value in json_form.lines(path)]
 
 
 def check_golden(plugin: type, folder: Path | str) -> int:
-    """Runs the cases of a folder that are for this class, each with a new object, and says how many there were.
+    """Runs the cases of a folder for this class, each with a new object, and returns their number.
 
     Raises :class:`AssertionError` for the first whose result is not the expected one, or where there is no case at all.
     """

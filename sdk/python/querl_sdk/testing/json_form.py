@@ -1,4 +1,4 @@
-"""Episodes, samples and dialogues as querl writes them in JSON."""
+"""Reads episodes, samples and dialogues from the JSON that querl writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMATS = (2, 3)
 
 
 class Fields:
-    """The keys of a JSON object. Those that nobody takes are refused at the end."""
+    """The keys of a JSON object. `end` raises an error for keys that were not read."""
 
     def __init__(self, value: Any, place: str) -> None:
         if not isinstance(value, dict):
@@ -29,31 +29,31 @@ class Fields:
         return key in self._left
 
     def take(self, key: str) -> Any:
-        """The value under `key`, which has to be there."""
+        """The value of `key`; an error if it is missing."""
         self._taken.append(key)
         if key not in self._left:
             raise ValueError(f"`{key}` is missing in `{self._place}`")
         return self._left.pop(key)
 
     def optional(self, key: str, default: Any = None) -> Any:
-        """The value under `key`, or `default`."""
+        """The value of `key`, or `default`."""
         self._taken.append(key)
         value = self._left.pop(key, None)
         return default if value is None else value
 
     def known(self, *keys: str) -> dict[str, Any]:
-        """Those of these keys that have a value."""
+        """The subset of these keys that have a value."""
         return {key: value for key in keys if (value := self.optional(key)) is not None}
 
     def end(self) -> None:
-        """Every key was taken."""
+        """Raises an error if a key was not read."""
         for key in self._left:
             known = "`, `".join(self._taken)
             raise ValueError(f"unknown key `{key}` in `{self._place}`, expected one of `{known}`")
 
 
 def lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Place and value of each line of a file that is not blank."""
+    """Yields location (`FILE:LINE`) and value of each line that is not blank."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -65,7 +65,7 @@ def lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_episodes(path: Path | str) -> list[Episode]:
-    """The episodes of a file that a run recorded (``episodes.jsonl``) or somebody wrote by hand."""
+    """Reads the episodes of an ``episodes.jsonl``, recorded by a run or written by hand."""
     episodes = []
     for place, value in lines(Path(path)):
         if not isinstance(value, dict) or value.get("format") not in _FORMATS:
@@ -78,7 +78,7 @@ def read_episodes(path: Path | str) -> list[Episode]:
 
 
 def episode(value: Any, default_id: str = "", format: int = _FORMATS[-1]) -> Episode:
-    """An episode as recorded. Missing ids, ranks and texts are filled in; a missing retrieval of format 2 means that nothing was found."""
+    """Reads a recorded episode. Fills in missing ids, ranks and texts. In format 2 a missing `retrieval` means that nothing was found."""
     fields = Fields(value, "episode")
     id = fields.optional("id", default_id)
     group, _, index = id.rpartition("/")
@@ -142,7 +142,7 @@ def dialogue(value: Any, default_id: str = "") -> Dialogue:
 
 
 def _context(value: Any) -> dict[str, str]:
-    """Empty texts are those of format 2, for what is unknown."""
+    """Reads a context. Format 2 has empty strings for unknown values."""
     fields = Fields(value, "context")
     read = {key: text for key, text in fields.known("user_profile", "history_summary").items() if text}
     fields.end()
@@ -166,7 +166,7 @@ def _candidate(value: Any, place: str, format: int) -> dict[str, Any]:
 
 
 def _either(value: Any, result: str, read: Any) -> dict[str, Any]:
-    """A result under its name, or a failure under `failed`."""
+    """Reads a result, stored in the key `result`, or a failure, stored in the key `failed`."""
     fields = Fields(value, result)
     form = {"failed": {"message": "", **fields.take("failed")}} if "failed" in fields else {result: read(fields.take(result))}
     fields.end()

@@ -95,7 +95,7 @@ struct BatchFile {
 struct SubmittedBatches<'a> {
     path: &'a Path,
     state: BatchState,
-    /// The highest cost of each batch, reserved until its responses are charged.
+    /// The maximum cost of each batch, reserved until its responses are charged.
     reserved: Vec<Option<Reservation>>,
 }
 
@@ -113,7 +113,7 @@ impl BatchTeacher {
         let key = Secret::open(services, "teacher", endpoint.api_key_file.as_deref(), &endpoint.api_key_env)?;
         let base_url = endpoint.base_url.as_deref().unwrap_or_default().trim_end_matches('/');
         let limits = CallLimits::new(endpoint.max_concurrent, endpoint.timeout_s, endpoint.max_retries);
-        // Without a circuit breaker: a batch takes up to a day, in which the service may be down for a while.
+        // No circuit breaker: a batch takes up to a day, in which the service may be unavailable for a while.
         let patient = CallsConfig { breaker_failures: 0, ..services.config.clone() };
         let services = &services.with_config(patient);
         let caller = |limits| {
@@ -370,7 +370,7 @@ impl BatchState {
         querl_core::fsx::write_atomic(path, &bytes).map_err(|error| DataError::write(path, error))
     }
 
-    /// The batch index of each prompt, by the hash of its id; the later of two.
+    /// The batch index of each prompt, by the hash of its id; if there are two, the later one.
     fn locations(&self) -> HashMap<u64, usize> {
         let batches = self.batches.iter().enumerate();
         batches.flat_map(|(index, batch)| batch.ids.iter().map(move |id| (hash_of(id), index))).collect()

@@ -14,7 +14,7 @@ use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// Downloads of a file with unexpected content, which may have been cut short.
+/// Maximum number of downloads of a file with unexpected content, which may have been truncated.
 const READ_ATTEMPTS: usize = 3;
 
 /// The responses of all batches of a stage: the offset of each in memory, the downloaded files as unnamed temporary files.
@@ -94,7 +94,7 @@ impl BatchTeacher {
             }
         }
         let what = format!("its files hold {n_read} answers, and the service counts {n_expected}");
-        // Files without any response are not those of a batch with completed requests.
+        // A batch with completed requests cannot have files without any response.
         if count("completed") > 0 && files.iter().all(|file| file.answered.is_empty()) {
             return Err(self.failure(FailureKind::InvalidResponse, &what));
         }
@@ -231,7 +231,7 @@ impl ResponseFile {
     }
 }
 
-/// The chat completion in a line; `None` where the service rejected the row.
+/// The chat completion in a line; `None` if the service rejected the row.
 fn response_body(line: &Value) -> Option<&Value> {
     let status = line.pointer("/response/status_code").and_then(Value::as_u64);
     line.pointer("/response/body").filter(|_| status == Some(200))

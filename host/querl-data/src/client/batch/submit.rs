@@ -9,16 +9,16 @@ use querl_core::records::{CallFailure, FailureKind};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Searches of the list for a new batch, which appears after a moment; the pauses double.
+/// Number of searches for a new batch in the list of batches, where it appears with a delay; the pauses double.
 const LIST_ATTEMPTS: u32 = 6;
 
-/// Longest pause before another creation request after 429.
+/// Maximum pause before another creation request after status 429.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// Page size of the list, OpenAI's maximum.
 const PAGE: usize = 100;
 
-/// A longer list is treated as endless.
+/// Maximum number of pages; a longer list is treated as endless.
 const MAX_PAGES: usize = 10_000;
 
 enum SubmitOutcome {
@@ -140,7 +140,7 @@ impl BatchTeacher {
             let listed = listed
                 .ok_or_else(|| self.failure(FailureKind::InvalidResponse, "the list of batches has no `data`"))?;
             let ours = listed.iter().filter(|one| one["input_file_id"] == *batch.file_id);
-            // A batch that can have responses before a failed one.
+            // Prefers a batch that can have responses to a failed one.
             if let Some(ours) = ours.max_by_key(|one| one["status"] != "failed" && one["status"] != "cancelled") {
                 return self.text(ours, "id").map(Some);
             }
@@ -185,7 +185,7 @@ impl FailedPolls {
                 self.n_refused += 1;
                 self.n_refused < poll_limits.n_refusals
             }
-            // `since` is kept: alternating timeouts and rejections do not poll forever.
+            // `since` is kept, so that alternating timeouts and rejections do not continue forever.
             _ => {
                 self.n_refused = 0;
                 since.elapsed() < poll_limits.silence

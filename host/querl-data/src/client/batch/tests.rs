@@ -8,7 +8,7 @@ use querl_faulty::{Answer, BatchService, FaultyServer, RecordedRequest, Reply};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Price of a batch response, half of the normal price: 100 tokens at 2 and 10 at 10 a million.
+/// Price of a batch response, half of the normal price: 100 tokens at 2 and 10 tokens at 10 per million.
 const PRICE: f64 = 0.00015;
 
 /// A batch service behind a faulty server, and a run directory.
@@ -21,7 +21,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// `fault` may reply in place of the service.
+    /// `fault` may replace the service's reply.
     fn new(fault: impl Fn(&RecordedRequest, &BatchService) -> Option<Reply> + Send + Sync + 'static) -> Self {
         Self::reading(Duration::ZERO, fault)
     }
@@ -253,7 +253,7 @@ async fn failed_polls_are_repeated() {
             // Another rejection would be the third in a row.
             2 => return None,
             3 => answered(503),
-            // Longer than any other call waits.
+            // Longer than the wait of any other call.
             4 => Answer::json(429, &json!({})).with("Retry-After", "600").into(),
             5 => Reply::Reset,
             6 => Answer::text(200, "text/html", "<p>").into(),
@@ -402,7 +402,7 @@ async fn rows_without_a_response_are_submitted_again() {
     }
 }
 
-/// Regression: responses that each later run charged again.
+/// Regression: each later run charged the same responses again.
 #[tokio::test]
 async fn responses_are_charged_once() {
     let scene = Scene::new(|_, _| None);
@@ -485,7 +485,7 @@ fn upload_time_is_the_service_s_if_plausible() {
     }
 }
 
-/// Regression: a batch that was submitted and paid for again because the program was replaced while it was in flight.
+/// Regression: a batch in flight was submitted and paid for again after an update of the program.
 #[tokio::test]
 async fn a_state_file_of_an_earlier_version_is_read() {
     for batch_id in [json!("batch-0"), Value::Null] {
@@ -501,7 +501,7 @@ async fn a_state_file_of_an_earlier_version_is_read() {
     }
 }
 
-/// Regression: ten paid responses next to a long file of errors, which no later run could read.
+/// Regression: ten paid responses and a long file of errors, which no later run could read.
 #[tokio::test]
 async fn the_download_limit_depends_on_the_submitted_rows() {
     let scene = Scene::new(|asked, service| {

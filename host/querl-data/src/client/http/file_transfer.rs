@@ -16,10 +16,10 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// No limit, but a value that a clock can represent.
+/// Effectively no limit, but representable as a time.
 const UNBOUNDED: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// Chunk size: at 10 kbit/s one takes 13 s.
+/// Chunk size in bytes: at 10 kbit/s a chunk takes 13 s.
 const CHUNK_BYTES: usize = 1 << 14;
 
 /// Uploads files to and downloads files from one service.
@@ -29,7 +29,7 @@ pub(crate) struct FileTransfer {
     stall_timeout: Duration,
 }
 
-/// When a byte moved last.
+/// Time of the last transferred byte.
 #[derive(Debug, Clone)]
 struct TransferClock(Arc<Mutex<Instant>>);
 

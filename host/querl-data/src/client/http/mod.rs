@@ -28,7 +28,7 @@ use tokio::sync::Semaphore;
 
 /// Longest excerpt of a response in a message.
 const EXCERPT_CHARS: usize = 300;
-/// How much of an error response is read.
+/// Maximum number of bytes of an error response that are read.
 const REFUSAL_BYTES: usize = 64 << 10;
 /// Maximum size of `calls.ca_file`; the certificates of all public authorities have 0.2 MB.
 const MAX_CERTIFICATE_BYTES: u64 = 16 << 20;
@@ -98,7 +98,7 @@ pub(crate) struct Call<'a> {
     answer: AnswerForm,
 }
 
-/// What a successful answer may be.
+/// Accepted forms of a successful response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum AnswerForm {
     Json,
@@ -228,7 +228,7 @@ impl Caller {
             })
             .adjust(|failed: &FailedAttempt, pause| match failed.retry {
                 Retry::After(wait) if wait > MAX_RETRY_AFTER => None,
-                // With jitter.
+                // Adds the backoff's jitter.
                 Retry::After(wait) => pause.map(|pause| pause.max(wait + pause.min(wait / 8))),
                 _ => pause,
             })
@@ -338,7 +338,7 @@ impl Caller {
     }
 
     fn parse(&self, call: &Call<'_>, bytes: Vec<u8>) -> Result<Value, FailedAttempt> {
-        // Replacement characters would change the text.
+        // Lossy decoding would change the text.
         let text = String::from_utf8(bytes).map_err(|error| {
             let (at, is_cut) = (error.utf8_error().valid_up_to(), error.utf8_error().error_len().is_none());
             let message = match is_cut {
@@ -372,7 +372,7 @@ impl Caller {
         if error.is_connect() { failed } else { failed.lost() }
     }
 
-    /// The failure that an HTTP error status means, whatever its body; a truncated body is quoted as far as it was read.
+    /// The failure for an HTTP error status, independent of the body. A truncated body is quoted as far as it was read.
     async fn refused(&self, call: &Call<'_>, mut response: Response) -> FailedAttempt {
         let (status, pause) = (response.status(), retry_after(response.headers(), SystemTime::now()));
         let body = self.read(call, &mut response, REFUSAL_BYTES).await.unwrap_or_else(|(read, _)| read);
@@ -381,7 +381,7 @@ impl Caller {
             true => (FailureKind::Unauthorized, Retry::Useless),
             false => of_status(status.as_u16(), pause),
         };
-        // The key is removed before the text is shortened, which could cut it.
+        // The key is redacted before the text is shortened, which could cut the key in two.
         let mut what = format!("answered {status}: {}", server_message(&self.without_key(body)));
         match retry {
             Retry::After(wait) if wait > MAX_RETRY_AFTER => {
@@ -471,7 +471,7 @@ fn new_client(setting: &str, limits: &CallLimits, config: &CallsConfig) -> Resul
     })
 }
 
-/// Unlike `from_secs_f64` without a panic; the configuration's check rejects such values.
+/// Does not panic, unlike `from_secs_f64`; the configuration's check rejects such values.
 fn seconds(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::from_secs(60))
 }

@@ -30,7 +30,7 @@ fn good() -> Sent {
     Sent::json(200, &json!({"ok": "改写"}))
 }
 
-/// The first `n` requests get `fault`, the others a good response.
+/// A server that replies to the first `n` requests with `fault`, and to others with a valid response.
 fn failing(n: usize, fault: Reply) -> FaultyServer {
     FaultyServer::start(move |asked| if asked.index < n { fault.clone() } else { good().into() })
 }
@@ -55,7 +55,7 @@ async fn transient_faults_are_retried() {
         Reply::Reset,
         Reply::ResetMidBody(good()),
         Reply::Cut(good()),
-        // Within a character.
+        // Cuts within a UTF-8 character.
         Reply::Cut(Sent::text(200, "application/json", "改改改")),
         Reply::SlowHead(Duration::from_millis(50)),
         Reply::HeadOnly,
@@ -80,7 +80,7 @@ async fn key_is_sent_and_never_shown() {
     assert_eq!(asked.len(), 1, "a rejection is not retried");
     assert_eq!((asked[0].path.as_str(), asked[0].authorization.clone()), ("/v1/chat", Some(format!("Bearer {KEY}"))));
     assert!(!format!("{caller:?}").contains(KEY));
-    // The key stands at the end of the excerpt.
+    // The key is at the end of the excerpt.
     let long = format!("{}{KEY} is unknown", "x".repeat(EXCERPT_CHARS - 6));
     let server = failing(usize::MAX, Sent::text(400, "text/plain", &long).into());
     let failure = keyed(&server.url()).post(&json!({})).await.unwrap_err();
@@ -273,7 +273,7 @@ async fn a_date_in_retry_after_is_respected() {
     });
     let started = Instant::now();
     ask(&server, 1).await.unwrap();
-    // The date has whole seconds.
+    // The date has a resolution of one second.
     assert!(started.elapsed() >= Duration::from_millis(900), "{:?}", started.elapsed());
 }
 
@@ -364,7 +364,7 @@ async fn under_random_faults_every_row_ends_and_none_is_paid_twice() {
     }
 }
 
-/// A fault for six of twenty attempts.
+/// Faults for 6 of 20 attempts.
 fn scripted(row: u64, n_try: u64) -> Reply {
     let draw = (row.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ n_try.wrapping_mul(0xbf58_476d_1ce4_e5b9))
         .wrapping_mul(0x94d0_49bb_1331_11eb)

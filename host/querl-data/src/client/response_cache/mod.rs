@@ -91,7 +91,7 @@ impl ResponseCache {
         self.store.get(table, key, max_age).unwrap_or_else(|problem| {
             match &self.writer {
                 Some(_) => give_up(&self.is_broken, &self.path, &problem),
-                // A read-only cache is not renamed.
+                // A read-only cache is not moved aside.
                 None if self.is_broken.swap(true, Ordering::SeqCst) => {}
                 None => tracing::warn!("{}: the cache cannot be read ({problem})", self.path.display()),
             }
@@ -125,7 +125,7 @@ impl Drop for ResponseCache {
     }
 }
 
-/// Writes all queued changes in one transaction: many take about as long as one.
+/// Writes all queued changes in one transaction, which takes about as long as for one change.
 fn write_all(store: &Store, queue: &WriteQueue, limits: CacheLimits, is_broken: &AtomicBool, path: &Path) {
     if let Err(problem) = store.prune(limits.max_bytes, limits.retrieval_ttl) {
         return give_up(is_broken, path, &problem);

@@ -35,7 +35,7 @@ const GREEN: Color = Color::RGB(0x63be7b);
 
 pub(super) struct XlsxWriter {
     path: PathBuf,
-    /// Holds the sheets until they are complete.
+    /// Folder for the sheets until they are complete.
     folder: PathBuf,
     workbook: Workbook,
     columns: &'static [Column],
@@ -52,7 +52,7 @@ impl XlsxWriter {
     pub(super) fn create(path: &Path, columns: &'static [Column]) -> Result<Self, DataError> {
         let mut workbook = Workbook::new();
         let created = ExcelDateTime::from_ymd(CREATED_YEAR, 1, 1).map_err(|error| unwritten(path, error))?;
-        // The default is the current time: the same rows would give other bytes in each run.
+        // The default is the current time, with which equal rows would give different bytes.
         workbook.set_properties(&DocProperties::new().set_creation_datetime(&created));
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         std::fs::create_dir_all(folder).map_err(|error| DataError::write(path, error))?;
@@ -132,7 +132,7 @@ impl XlsxWriter {
     }
 }
 
-/// Copies the compressed entries of an archive, with their sizes in the local headers. The library streams: its entries have their sizes
+/// Copies the compressed entries of an archive, with their sizes in the local headers. The library streams its entries, so their sizes come
 /// after the data, which LibreOffice 7.4 refuses together with zip64 fields.
 fn copy_with_sizes(streamed: File, file: &mut AtomicFile) -> ZipResult<()> {
     let mut streamed = ZipArchive::new(BufReader::new(streamed))?;
@@ -279,7 +279,7 @@ mod tests {
     fn the_same_rows_give_the_same_bytes() {
         let folder = tempfile::tempdir().unwrap();
         let first = std::fs::read(written("a.xlsx", folder.path())).unwrap();
-        // The former time had a resolution of one second.
+        // The creation time that was written formerly had a resolution of one second.
         std::thread::sleep(std::time::Duration::from_millis(1100));
         assert!(first == std::fs::read(written("b.xlsx", folder.path())).unwrap());
     }

@@ -53,7 +53,7 @@ impl IndexFolder {
             tracing::warn!("the index is not cached: {}: {error}", base.display());
             return Self::temporary(build);
         }
-        // Held until the end, so that waiting processes find a finished index.
+        // The lock is held until the index is finished, for processes that wait for it.
         let _lock = lock(&base.join(format!("{digest}.lock")));
         if is_usable(&path) {
             return Ok(Self::Cached(path));
@@ -84,7 +84,7 @@ impl IndexFolder {
 
 /// True if the index is complete and undamaged; marks it as used.
 fn is_usable(path: &Path) -> bool {
-    // Before it is read, so that no other process removes it as the oldest.
+    // Updated before reading, so that no other process removes it as the least recently used index.
     touch(path);
     match check_manifest(path) {
         Ok(exists) => exists,
@@ -122,7 +122,7 @@ fn publish(new: TempDir, path: PathBuf, n_kept: usize) -> IndexFolder {
         prune(base, &path, n_kept);
         return IndexFolder::Cached(path);
     }
-    // Another process may have published it between check and rename.
+    // Another process may have published the index between check and rename.
     if is_usable(&path) { IndexFolder::Cached(path) } else { IndexFolder::Temporary(new) }
 }
 

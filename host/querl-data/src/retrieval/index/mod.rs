@@ -28,8 +28,8 @@ use tantivy::schema::{Field, IndexRecordOption, STORED, Schema, TextFieldIndexin
 use tantivy::tokenizer::TokenizerManager;
 use tantivy::{DocAddress, Index, IndexReader, ReloadPolicy, TantivyDocument, TantivyError, Term};
 
-/// How often a title is indexed before its text: it names product and intent in few words. Both are one field: with a field of its own, a word
-/// that is common in texts and rare in titles counts as rare.
+/// Number of times that a title is indexed before its text: it names product and intent in few words. Title and text are one field, because
+/// with separate fields a word that is common in texts and rare in titles would count as rare.
 ///
 /// Source: Robertson, Zaragoza and Taylor 2004, "Simple BM25 Extension to Multiple Weighted Fields".
 const TITLE_REPEATS: usize = 2;
@@ -90,7 +90,7 @@ impl PassageIndex {
         Ok(Self { reader, fields, segmenter, synonyms, vectors, _folder: folder })
     }
 
-    /// (Position, BM25 score) of the `n_passages` best passages for a text. Each word counts once; of a word and its synonyms the
+    /// (Position, BM25 score) of the `n_passages` best passages for a text. Each word counts once; of a word and its synonyms only the
     /// best-scoring one counts.
     pub(crate) fn candidates(&self, text: &str, n_passages: usize) -> tantivy::Result<Vec<(usize, f64)>> {
         let words = self.segmenter.tokens(&fold(text));
@@ -158,7 +158,7 @@ fn open_reader(folder: &Path) -> tantivy::Result<(IndexReader, Fields)> {
     Ok((reader, fields))
 }
 
-/// Too little memory or too few handles say nothing about the index.
+/// The error for an index that could not be opened. Too little memory or too few file handles do not mean that the index is damaged.
 fn unopened(folder: &Path, error: &TantivyError) -> DataError {
     match error {
         TantivyError::IoError(cause) | TantivyError::OpenReadError(OpenReadError::IoError { io_error: cause, .. })
@@ -291,7 +291,7 @@ impl VectorFile {
         Ok(Self { map, dimension })
     }
 
-    /// Positions of the `n_vectors` vectors with the largest dot products with `vector`, largest first; of equal ones the earlier first.
+    /// Positions of the `n_vectors` vectors with the largest dot products with `vector`, largest first; on ties the earlier first.
     fn nearest(&self, vector: &[f32], n_vectors: usize) -> Vec<usize> {
         let rows = self.map.chunks_exact(4 * self.dimension);
         let mut scored: Vec<(f32, usize)> =

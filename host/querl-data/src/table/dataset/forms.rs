@@ -49,7 +49,7 @@ struct Conversation {
 }
 
 impl Conversation {
-    /// Takes its keys out of the row.
+    /// Removes its keys from the row.
     fn of(row: &mut Object) -> Result<Self, String> {
         if let Some(value) = row.remove("messages") {
             if row.contains_key("completion") {
@@ -151,7 +151,7 @@ fn messages(key: &str, value: &Value) -> Result<Vec<Message>, String> {
     list.iter().enumerate().map(read).collect()
 }
 
-/// User and assistant in turn, after at most one system message; the last message is the user's.
+/// Checks that user and assistant alternate after at most one system message, and that the last message is the user's.
 fn check_order(prompt: &[Message], key: &str) -> Result<(), String> {
     let first = usize::from(prompt.first().is_some_and(|first| first.role == "system"));
     for (index, message) in prompt.iter().enumerate().skip(first) {
@@ -206,7 +206,7 @@ fn label(row: &mut Object) -> Result<Option<InlineQuery>, String> {
     }
 }
 
-/// The last message.
+/// The text of the last message.
 fn asked(prompt: &[Message]) -> String {
     prompt.last().map(|last| last.content.clone()).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! Datasets as tables, and what a run reads of their rows.
+//! Datasets as tables, and the parts of their rows that a run reads.
 
 use crate::dataset::export::verl::{VerlRow, write_verl_rows};
 use crate::dataset::records::Rows;

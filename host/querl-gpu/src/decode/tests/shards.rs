@@ -11,7 +11,7 @@ fn device_of(ranks: &Ranks) -> Result<ComputeDevice, ModelError> {
     Ok(device_of_gpu(Gpu::new(ranks.rank())?))
 }
 
-/// What each of two ranks comes to, which has to be the same.
+/// The result of two ranks, which must be equal.
 fn on_two_gpus<T: Send + PartialEq>(work: impl Fn(Ranks) -> Result<T, ModelError> + Sync) -> T {
     let found = run_ranks(2, work).unwrap_or_else(|failures| panic!("{}", failures[0]));
     let [first, second] = found.try_into().ok().unwrap();
@@ -49,7 +49,7 @@ fn responses_are_those_of_one_gpu_except_rounding_and_equal_on_both() {
         println!("{name}, {decoding:?}: {n_same} of {} answers are those of one GPU", found.len());
         assert!(2 * n_same >= found.len(), "{name}, {decoding:?}: {n_same} of {}", found.len());
         if decoding == beams {
-            continue; // what a beam keeps is no probability of single tokens
+            continue; // beams do not keep probabilities of single tokens
         }
         println!("{name}, {decoding:?}: off the GPUs' training pass by {mean} on average, {max} at worst");
         assert!(mean <= 0.02 && max <= TOLERANCE, "{name}: off the training pass by {mean}, {max} at worst");
@@ -61,13 +61,13 @@ fn responses_are_those_of_one_gpu_except_rounding_and_equal_on_both() {
     }
 }
 
-/// With room for few blocks, so that answers wait, on bases in all types.
+/// With few blocks, so that responses have to wait, on bases in all types.
 #[test]
 fn a_policy_takes_the_place_of_the_one_before_on_both() {
     if !has_two_gpus() {
         return;
     }
-    // A part of a row has whole groups of 64, which int8 and nf4 scale together.
+    // A shard of a row has complete groups of 64, which share a scale in int8 and nf4.
     let config = DecoderConfig { n_heads: 8, ..shapes(2) };
     let whole = Decoder::random(config.clone(), 3, BaseDtype::Bf16, &ComputeDevice::Cpu).unwrap();
     let adapters = [adapter(&whole, 0), adapter(&whole, 1)];

@@ -43,7 +43,7 @@ fn check(tree: &RowTree, wanted: Option<&[u32]>, shape: Shape, seed: u64) {
 
     let (out_at, log_sums_at) = gpu().attend(&on_device, head_dim, &q_at, &k_at, &v_at).unwrap();
     let (out, logsumexp) = kernels::attention_forward(&on_cpu, head_dim, [&q, &k, &v]).unwrap();
-    // Probabilities are rounded to bf16 before they weigh the values.
+    // Probabilities are rounded to bf16 before they are multiplied with the values.
     assert_close("out", &floats(&out_at), &out, 1.0 / 256.0, 1.0 / 256.0);
     let gradients = || {
         gpu().attention_gradients(&on_device, head_dim, &q_at, &k_at, &v_at, &out_at, &log_sums_at, &grad_at).unwrap()
@@ -87,7 +87,7 @@ fn wanted_queries_attend_as_on_the_cpu() {
 
 #[test]
 fn a_long_beginning_of_many_sequences_collects_gradients_in_parts() {
-    // One beginning, and behind it so many rows that its list of tiles is cut.
+    // A common prefix, followed by enough rows that its list of tiles is split.
     let tree = |n: usize| {
         let mut nodes = vec![Node { start: 0, len: 20, end: 20 + n * 50, depth: 0, parent: None }];
         let branch = |start: usize| Node { start, len: 50, end: start + 50, depth: 20, parent: Some(0) };
@@ -120,7 +120,7 @@ fn queries_that_do_not_fit_the_tree_are_refused() {
     assert!(error.starts_with("attention: heads of 160; the kernels take up to 128"), "{error}");
 }
 
-/// Regression: a query that was no number, or saw a key that was none, came out as zeros, as if it had seen nothing.
+/// Regression: a query that was NaN, or attended to a key that was NaN, gave zeros, as if it attended to nothing.
 #[test]
 fn nan_stays_nan_where_it_is_attended_to() {
     let (head_dim, lengths) = (16, [70, 30]);

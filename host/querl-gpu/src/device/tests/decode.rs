@@ -6,7 +6,7 @@ struct Case {
     n_heads: usize,
     shape: CacheShape,
     lengths: Vec<usize>,
-    /// Blocks that all sequences begin with.
+    /// Number of blocks of the common prefix of all sequences.
     n_shared: usize,
 }
 
@@ -15,7 +15,7 @@ impl Case {
         self.shape.n_kv_heads * self.shape.head_dim
     }
 
-    /// Blocks of each sequence: the shared ones, then its own, dealt from the end of the pool.
+    /// Blocks of each sequence: the shared ones, then its own from the end of the pool.
     fn tables(&self) -> Vec<Vec<u32>> {
         let mut next = self.shape.n_blocks as u32;
         let mut own = |_| {
@@ -48,7 +48,7 @@ fn expected(case: &Case, q: &[f32], keys: &[Vec<f32>], values: &[Vec<f32>]) -> V
     out
 }
 
-/// Puts a token's keys or values `(kv_heads, D)` into its block.
+/// Writes a token's keys or values `(kv_heads, D)` to its block.
 fn put(cache: &mut [f32], shape: CacheShape, block: usize, token: usize, row: &[f32]) {
     for (head, values) in row.chunks_exact(shape.head_dim).enumerate() {
         let to = ((block * shape.n_kv_heads + head) * BLOCK_TOKENS + token) * shape.head_dim;
@@ -60,7 +60,7 @@ fn check(case: &Case, seed: u64) {
     let (mut rng, width) = (rng(seed), case.width());
     let tables = case.tables();
     let q = rounded(&mut rng, case.lengths.len() * case.n_heads * case.shape.head_dim);
-    // What sequences share stands once; so its values are drawn by block.
+    // Shared blocks are stored once, so values are drawn per block.
     let pools = [(); 2].map(|()| rounded(&mut rng, case.shape.n_blocks * BLOCK_TOKENS * width));
     let rows_of = |pool: &[f32], sequence: usize| -> Vec<f32> {
         let slot = |token: usize| tables[sequence][token / BLOCK_TOKENS] as usize * BLOCK_TOKENS + token % BLOCK_TOKENS;
@@ -69,7 +69,7 @@ fn check(case: &Case, seed: u64) {
     let sequences: Vec<usize> = (0..case.lengths.len()).collect();
     let [keys, values] = [0, 1].map(|i| sequences.iter().map(|&s| rows_of(&pools[i], s)).collect::<Vec<_>>());
 
-    // What no sequence holds is NaN.
+    // Slots that belong to no sequence are NaN.
     let [k_cache, v_cache] = [&keys, &values].map(|rows| {
         let mut cache = vec![f32::NAN; case.shape.len()];
         for (table, rows) in tables.iter().zip(rows) {
@@ -134,7 +134,7 @@ fn other_sequences_of_a_batch_do_not_change_a_result() {
     assert_eq!(attend(1, 40), attend(3, 300)[..16]);
 }
 
-/// Regression: what a sequence saw through a key or a query that was no number came out as zeros, as if it had seen nothing.
+/// Regression: attention with a key or query that was NaN gave zeros, as if it attended to nothing.
 #[test]
 fn nan_stays_nan_within_its_sequence() {
     let (shape, n_heads) = (CacheShape { n_blocks: 40, n_kv_heads: 1, head_dim: 16 }, 2);
@@ -149,7 +149,7 @@ fn nan_stays_nan_within_its_sequence() {
     let q = rounded(&mut rng(12), 2 * n_heads * 16);
     for n_splits in [2, 4] {
         let expected = attend(&clean, &q, n_splits);
-        // A token that is seen, among others of its warp and alone; and one behind the last that is seen.
+        // A token that is attended to, together with others of its warp and alone; and one after the last attended token.
         for (sequence, token, is_seen) in [(0, 5, true), (1, 299, true), (1, 0, true), (0, 300, false)] {
             let mut keys = clean.clone();
             put(&mut keys, shape, sequence * 20 + token / BLOCK_TOKENS, token % BLOCK_TOKENS, &[f32::NAN; 16]);
@@ -226,7 +226,7 @@ fn rows_that_are_taken_together_get_what_they_get_alone() {
     let (cache, mut rng) = (halves(&rounded(&mut rng(9), shape.len())), rng(10));
     let (n, n_heads, width) = (42, 8, 20);
     let q = rounded(&mut rng, n * n_heads * 16);
-    // The first blocks are those of all, later ones those of some, the last one's own.
+    // The first blocks are shared by all sequences, later ones by some, the last one by none.
     let block = |line: u32, index: u32| match index {
         0..4 => index,
         4..8 => 4 + (line / 3) * 4 + index,
@@ -247,7 +247,7 @@ fn rows_that_are_taken_together_get_what_they_get_alone() {
     assert!(attend(0..n) == alone);
 }
 
-/// LoRA B, DoRA's factor and bias on the host.
+/// LoRA B, DoRA's factor and bias in CPU memory.
 struct HostEpilogue {
     n_out: usize,
     rank: usize,

@@ -6,7 +6,7 @@ use querl_model::kernels::{self, RopeTable};
 use querl_model::{Dropout, Shard};
 use std::sync::Arc;
 
-/// Ragged, contiguous, none, many: around the eight values of a thread and the 2048 of a block.
+/// Lengths around the eight values of a thread and the 2048 of a block, 0, and many.
 const LENGTHS: [usize; 8] = [0, 1, 7, 8, 9, 2047, 2048, 70_001];
 
 #[test]
@@ -239,7 +239,7 @@ fn gradients_of_a_row_that_is_named_often_are_added_in_their_order() {
 fn normal_numbers_are_those_of_the_cpu() {
     for n in [1, 2, 4097] {
         let found = floats(&gpu().normal(n, 99, 0.02).unwrap());
-        // The last bits of logarithm, cosine and sine are a device's own; bf16 keeps 8.
+        // The last bits of logarithm, cosine and sine depend on the device; bf16 keeps 8.
         assert_close("normal", &found, &normal(n, 99, 0.02), 4e-3, 1e-6);
     }
 }
@@ -258,7 +258,7 @@ fn normal_numbers_of_a_part_are_those_of_the_whole_matrix() {
 fn few_and_many_values_are_uploaded_unchanged() {
     for n in [1, 1000, 300_000] {
         let values: Vec<u32> = (0..n).map(|i| i * 2_654_435).collect();
-        // More at once than there are pieces of page-locked memory.
+        // More uploads than there are buffers of page-locked memory.
         let uploaded: Vec<_> = (0..20).map(|_| gpu().upload(&values).unwrap()).collect();
         assert!(uploaded.iter().all(|uploaded| gpu().download(uploaded).unwrap() == values));
     }
@@ -290,7 +290,7 @@ fn norms_and_their_gradients_are_those_of_the_cpu() {
             let (expected_dx, expected_dw) = kernels::rms_norm_backward(&x, &weight, EPS, &grad, on_cpu, width);
             let dx = gpu().download(&dx).unwrap();
             if width == 1 {
-                // A value is a difference of two terms of up to this size: nothing but their rounding is left.
+                // A value is a difference of two terms of up to this size, so that rounding errors of the terms dominate.
                 let term = grad.iter().chain(&before).fold(0f32, |max, value| max.max(value.abs()));
                 assert_eq!(dx.len(), expected_dx.len());
                 let is_close =

@@ -53,7 +53,7 @@ fn the_peak_is_what_was_used_at_once_and_can_be_reset() {
     let gpu = gpu();
     gpu.reset_peak_memory().unwrap();
     let before = gpu.memory().unwrap();
-    // More than all other tests together, which may run at the same time.
+    // Larger than the memory of all other tests, which may run at the same time.
     let values = gpu.zeros::<u8>(LARGE as usize).unwrap();
     let during = gpu.memory().unwrap();
     drop(values);
@@ -67,7 +67,7 @@ fn the_peak_is_what_was_used_at_once_and_can_be_reset() {
 
 #[test]
 fn launches_are_traced_in_order_with_their_times() {
-    // A GPU handle of its own: other tests launch on theirs.
+    // A separate GPU handle, because other tests launch on theirs.
     let own = Gpu::new(0).unwrap();
     let values = own.upload(&random(&mut rng(1), 1000)).unwrap();
     let (sum, launched) = own
@@ -84,7 +84,7 @@ fn launches_are_traced_in_order_with_their_times() {
     assert_eq!(gpu().to_f32(&halves(&[1.0])).unwrap().len(), 1);
 }
 
-/// One step of `querl_train::AdamW` in its own words.
+/// An independent implementation of one step of `querl_train::AdamW`.
 fn step_on_cpu(values: &mut [f32], gradient: &[f32], first: &mut [f32], second: &mut [f32], decay: f32, scale: f32) {
     for i in 0..values.len() {
         let g = gradient[i] * scale;

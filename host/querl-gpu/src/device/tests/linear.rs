@@ -155,7 +155,7 @@ fn widened(weight: &DeviceWeight) -> Vec<f32> {
 const FORMATS: [(PackedFormat, BaseDtype); 3] =
     [(PackedFormat::Int8, BaseDtype::Int8), (PackedFormat::Nf4, BaseDtype::Nf4), (PackedFormat::Fp8, BaseDtype::Fp8)];
 
-/// What the CPU stores of them, rounded to bf16.
+/// The values that the CPU stores for them, rounded to bf16.
 fn stored_on_cpu(values: &[f32], dims: (usize, usize), dtype: BaseDtype) -> Vec<f32> {
     let tensor = Tensor::from_slice(values, dims, &Device::Cpu).unwrap();
     let stored = FrozenWeight::pack(&tensor, dtype).unwrap().to_tensor().unwrap();
@@ -176,7 +176,7 @@ fn packed_weights_are_those_of_the_cpu_rounded_to_bf16() {
     }
 }
 
-/// Regression: of an int8 group whose largest was below 3.7e-37 a zero was -127 on the GPU and 0 on the CPU, and others 127.
+/// Regression: in an int8 group with a maximum below 3.7e-37, a zero was -127 on the GPU and 0 on the CPU, and other values 127.
 #[test]
 fn groups_too_small_to_be_scaled_are_zeros_on_both() {
     let dims = (4, 64);
@@ -187,7 +187,7 @@ fn groups_too_small_to_be_scaled_are_zeros_on_both() {
         for (format, dtype) in FORMATS {
             let (found, expected) = (widened(&on_device(&values, dims, format)), stored_on_cpu(&values, dims, dtype));
             assert_eq!(found, expected, "{format:?}, {largest:e}");
-            // 448 and 127 over it are beyond f32; nf4's 1 only over what is smaller still.
+            // 448 and 127 divided by it exceed f32; 1 (nf4) only if divided by smaller values.
             if dtype != BaseDtype::Nf4 {
                 assert!(found[..192].iter().all(|&x| x == 0.0) && found[192] == 0.5, "{format:?}, {largest:e}");
             }
@@ -258,8 +258,8 @@ fn rows_and_products_of_packed_weights_are_those_of_what_they_hold() {
     }
 }
 
-/// Few rows are multiplied with the weight as it is stored, many with what was widened: the same products, and those of the weights
-/// that are held.
+/// With few rows the stored weight is used directly, with many rows it is unpacked first: both give the same products, those of the stored
+/// values.
 #[test]
 fn few_rows_are_multiplied_with_the_weights_that_many_are() {
     let mut rng = rng(5);
@@ -318,7 +318,7 @@ fn a_rows_product_does_not_depend_on_how_many_there_are() {
     }
 }
 
-/// Inputs that do not stand at a multiple of 16 bytes are read one by one.
+/// Inputs that are not aligned to 16 bytes are read one by one.
 #[test]
 fn few_rows_may_stand_anywhere() {
     let (mut rng, dims) = (rng(7), (20, 64));
@@ -335,7 +335,7 @@ fn few_rows_may_stand_anywhere() {
     assert_eq!(found[0], found[1]);
 }
 
-/// Twice the same weight, and two at a time: what one product reads the next one's weight does not overwrite.
+/// The same weight twice, and two weights at a time: unpacking one weight must not overwrite another that is in use.
 #[test]
 fn what_is_widened_for_one_product_is_not_that_of_another() {
     let mut rng = rng(8);

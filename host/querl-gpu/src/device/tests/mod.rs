@@ -1,8 +1,8 @@
-//! The device against the CPU: the same inputs, results within stated tolerances.
+//! Compares the GPU with the CPU: the same inputs, results within stated tolerances.
 //!
-//! Inputs are rounded to bf16 where the device takes bf16, so that what is compared is the arithmetic. A tolerance has two parts:
-//! relative to each value, and absolute, as a share of the largest: results in bf16 are rounded to 2^-9 of their value, sums of
-//! rounded values err by their largest term.
+//! Inputs are rounded to bf16 if the GPU needs bf16, so that only the arithmetic is compared. A tolerance has two parts: relative to each
+//! value, and relative to the largest value. Results in bf16 have a relative rounding error of 2^-9; the error of sums of rounded values
+//! depends on their largest term.
 
 mod attention;
 mod decode;
@@ -18,7 +18,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::sync::OnceLock;
 
-/// The first GPU; one for all tests of a process.
+/// The first GPU, shared by all tests of a process.
 fn gpu() -> &'static Gpu {
     static GPU: OnceLock<Gpu> = OnceLock::new();
     GPU.get_or_init(|| {
@@ -35,7 +35,7 @@ fn random(rng: &mut ChaCha8Rng, n: usize) -> Vec<f32> {
     (0..n).map(|_| rng.random_range(-2.0..2.0)).collect()
 }
 
-/// Random values that bf16 holds.
+/// Random values that are exact in bf16.
 fn rounded(rng: &mut ChaCha8Rng, n: usize) -> Vec<f32> {
     random(rng, n).into_iter().map(|x| bf16::from_f32(x).to_f32()).collect()
 }
@@ -49,7 +49,7 @@ fn floats(values: &CudaSlice<bf16>) -> Vec<f32> {
     gpu().download(values).unwrap().into_iter().map(bf16::to_f32).collect()
 }
 
-/// Every value within `relative` of itself and `absolute` of the largest.
+/// Checks that every value is within `relative` of itself plus `absolute` of the largest value.
 #[track_caller]
 fn assert_close(what: &str, actual: &[f32], expected: &[f32], relative: f32, absolute: f32) {
     assert_eq!(actual.len(), expected.len(), "{what}");
@@ -66,7 +66,7 @@ fn assert_rounded(what: &str, actual: &CudaSlice<bf16>, expected: &[f32]) {
     assert_close(what, &floats(actual), expected, 1.0 / 256.0, 1e-5);
 }
 
-/// The same bits from the same call twice: nothing depends on the order of blocks.
+/// Checks that two calls give the same bits, so that results do not depend on the order of thread blocks.
 #[track_caller]
 fn assert_repeatable<T: PartialEq + std::fmt::Debug>(what: &str, call: impl Fn() -> Vec<T>) {
     assert_eq!(call(), call(), "{what}");

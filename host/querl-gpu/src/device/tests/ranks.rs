@@ -22,7 +22,7 @@ fn within_limits<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -
     }
 }
 
-/// What goes wrong next in the calling thread: `Fault` of the simulated NCCL.
+/// The next injected fault of the calling thread: `Fault` of the simulated NCCL.
 #[derive(Clone, Copy)]
 enum Fault {
     Join = 1,
@@ -34,7 +34,7 @@ fn has_two_gpus() -> bool {
     Gpu::new(1).is_ok()
 }
 
-/// A function of the simulated NCCL; `None` of NVIDIA's.
+/// A function of the simulated NCCL; `None` with NVIDIA's NCCL.
 fn simulated<T: Copy>(name: &str) -> Option<T> {
     // SAFETY: it is open already, so that none of its initialisers runs; it is never closed.
     let nccl = Box::leak(Box::new(unsafe { Library::new("libnccl.so.2") }.unwrap()));
@@ -42,7 +42,7 @@ fn simulated<T: Copy>(name: &str) -> Option<T> {
     unsafe { nccl.get::<T>(name.as_bytes()) }.ok().map(|function| *function)
 }
 
-/// Whether faults can be asked for.
+/// True if faults can be injected.
 fn is_simulated() -> bool {
     has_two_gpus() && simulated::<unsafe extern "C" fn(c_int)>("querl_simulator_nccl_refuse").is_some()
 }
@@ -53,14 +53,14 @@ fn arm(fault: Fault) {
     unsafe { refuse(fault as c_int) }
 }
 
-/// How often a communicator was used after its end, or by two threads at a time, since the process began.
+/// Number of times that a communicator was used after its end, or by two threads at once, since the process started.
 fn n_misuses() -> usize {
     let count: Option<unsafe extern "C" fn() -> usize> = simulated("querl_simulator_nccl_misuses");
     // SAFETY: it takes nothing and gives a number.
     count.map_or(0, |count| unsafe { count() })
 }
 
-/// candle's errors bring a backtrace where the environment asks for it.
+/// The first line of an error: candle's errors contain a backtrace if the environment enables it.
 fn first_line(words: &str) -> String {
     words.lines().next().unwrap_or_default().to_owned()
 }
@@ -121,7 +121,7 @@ fn a_rank_that_fails_after_all_met_for_a_sum_wakes_the_one_that_is_in_it() {
                 return gpu.synchronize().and_then(|()| ranks.barrier().map_err(Error::wrap));
             }
             ranks.barrier_before(operation_name(8)).map_err(Error::wrap)?;
-            // The other is in NCCL by now, or comes to it later and hears of it there.
+            // The other rank is in NCCL by now, or will be notified when it calls NCCL.
             std::thread::sleep(std::time::Duration::from_millis(20));
             assert!(!panics, "its GPU is gone");
             Err(gone())

@@ -26,7 +26,7 @@ impl Case {
         Self { settings, stop_ids: BTreeSet::from([1, 4]), responses, logits }
     }
 
-    /// Tokens, log-probabilities and those of the draws.
+    /// Sampled tokens, their log-probabilities, and those under the sampling distribution.
     fn on_device(&self, uniforms: Option<&[f64]>) -> (Vec<u32>, [Vec<f32>; 2]) {
         let padded = |response: &Vec<u32>| [response.clone(), vec![u32::MAX; MAX_TOKENS - response.len()]].concat();
         let responses: Vec<u32> = self.responses.iter().flat_map(padded).collect();
@@ -60,7 +60,7 @@ impl Case {
         (tokens.to_vec(), [floats(logprobs), floats(behaviour)])
     }
 
-    /// The same draws on either device, from the same numbers.
+    /// Checks that both devices sample the same tokens from the same random numbers.
     fn check(&self, decoding: Decoding, seed: u64) {
         let rules = LogitsProcessor { settings: &self.settings, stop_ids: &self.stop_ids };
         let seeds: Vec<u64> = (0..self.responses.len() as u64).map(|row| seed * 100 + row).collect();
@@ -94,7 +94,7 @@ fn the_same_numbers_draw_the_same_tokens_as_on_the_cpu() {
 
 #[test]
 fn filters_leave_the_tokens_that_they_leave_on_the_cpu() {
-    // Logits are eighths: many are equal, at the borders too.
+    // Logits are multiples of 1/8, so that many are equal, also at the thresholds of filters.
     for (temperature, top_p, top_k) in
         [(1.0, 0.9, 0), (0.7, 1.0, 5), (1.3, 0.5, 40), (1.0, 0.01, 0), (2.0, 0.999, 300), (1.0, 1.0, 1)]
     {

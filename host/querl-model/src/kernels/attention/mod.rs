@@ -20,7 +20,7 @@ use query_chunk::{Inputs, KeyGradients, Outputs};
 use rayon::prelude::*;
 use std::sync::{Arc, OnceLock};
 
-/// How the columns of queries, keys and values divide into heads.
+/// The division of the columns of queries, keys and values into heads.
 #[derive(Clone, Copy)]
 struct Heads {
     n_kv_heads: usize,
@@ -55,7 +55,7 @@ pub struct Queries {
     chunks: Arc<Vec<QueryChunk>>,
     n_queries: usize,
     n_rows: usize,
-    /// Most keys that a query sees, itself included.
+    /// Maximum number of keys that a query attends to, itself included.
     window: usize,
 }
 
@@ -95,7 +95,7 @@ impl Queries {
         Heads::new(q.len() / self.n_queries.max(1), k.len() / self.n_rows.max(1), head_dim)
     }
 
-    /// The chunks' own parts of a tensor `(queries, heads * D)`.
+    /// The rows of each chunk in a tensor `(queries, heads * D)`.
     fn parts<'a>(&self, mut all: &'a mut [f32], heads: Heads) -> Vec<&'a mut [f32]> {
         let of_chunk = |chunk: &QueryChunk| {
             let (part, rest) = std::mem::take(&mut all).split_at_mut(chunk.queries.len() * heads.q_width());
@@ -179,7 +179,7 @@ pub fn attention_backward(
             chunk.backward(heads, x, Outputs { out: &out[own.clone()], grad: &grad[own], logsumexp }, dq)
         })
         .collect();
-    // Summed in the order of chunks: the result does not depend on which thread finished first.
+    // Summed in the order of chunks, so that the result does not depend on thread timing.
     let (mut dk, mut dv) = (vec![0f32; k.len()], vec![0f32; v.len()]);
     for (chunk, found) in queries.chunks.iter().zip(found?) {
         add_rows(&mut dk, &found.dk, chunk, heads.kv_width());
@@ -188,7 +188,7 @@ pub fn attention_backward(
     Ok([dq, dk, dv])
 }
 
-/// Adds `(keys, width)` in a chunk's numbering to the rows of the keys.
+/// Adds `(keys, width)`, indexed by the chunk's keys, to the rows of all keys.
 fn add_rows(all: &mut [f32], mut part: &[f32], chunk: &QueryChunk, width: usize) {
     for rows in chunk.before.iter().chain([&chunk.rows]) {
         let (head, tail) = part.split_at(rows.len() * width);

@@ -54,41 +54,40 @@ impl RowTree {
         self.nodes.partition_point(|node| node.start + node.len <= row)
     }
 
-    /// Rows that a row sees before itself.
+    /// Number of rows that a row attends to, without itself.
     fn depth_of(&self, row: usize) -> usize {
         let node = self.nodes[self.node_of(row)];
         node.depth + row - node.start
     }
 }
 
-/// Some queries, one after another, and every key that any of them sees. What a chunk finds depends on nothing else, so chunks
-/// can be worked on in any order.
+/// A chunk of consecutive queries, and every key that one of them attends to. Chunks are independent and can be computed in any order.
 ///
-/// Its keys are numbered: first the `n_before` rows that the first query sees before itself, by depth; then the rows from the
-/// first query to the last.
+/// The chunk's keys are indexed as follows: first the `n_before` rows before the first query that it attends to, by depth; then the rows
+/// from the first query to the last one.
 pub(super) struct QueryChunk {
     /// Range of the chunk's queries in the list of all queries.
     pub(super) queries: Range<usize>,
     /// Number of keys that each query of the chunk attends to, itself included.
     pub(super) n_seen: Vec<usize>,
-    /// Rows of the first keys, as runs.
+    /// Row ranges of the keys before the first query.
     pub(super) before: Vec<Range<usize>>,
     pub(super) n_before: usize,
-    /// Rows of the other keys.
+    /// Row range of the other keys.
     pub(super) rows: Range<usize>,
     pub(super) spans: Vec<Span>,
 }
 
-/// Keys that follow each other in the sequences of all queries that see them.
+/// Keys that are consecutive in the sequences of all queries that attend to them.
 pub(super) struct Span {
     pub(super) keys: Range<usize>,
     pub(super) depth: usize,
-    /// Which of the chunk's queries see them: all of them, or up to themselves.
+    /// The chunk's queries that attend to these keys: to all of them, or (causal) up to themselves.
     pub(super) queries: Range<usize>,
 }
 
-/// Queries of one chunk: enough to be worth a task, few enough that there are tasks for many threads. A function of the number
-/// of queries alone, so that sums do not depend on the machine.
+/// Queries per chunk: enough for a task, few enough that there are tasks for many threads. Depends only on the number of queries, so that
+/// sums do not depend on the machine.
 fn chunk_size(n_queries: usize) -> usize {
     (n_queries / 16).clamp(32, 256)
 }
@@ -128,7 +127,7 @@ impl QueryChunk {
         chunk
     }
 
-    /// Spans of what the first query sees before the chunk's own rows.
+    /// Adds the spans of the keys before the first query.
     fn look_back(&mut self, tree: &RowTree, queries: &[u32]) {
         let mut path = Vec::new();
         let mut next = Some(tree.node_of(self.rows.start));
@@ -139,7 +138,7 @@ impl QueryChunk {
         for node in path.into_iter().rev() {
             let last = (node.start + node.len).min(self.rows.start);
             if last == node.start {
-                continue; // the first query begins this node
+                continue; // the first query is the first row of this node
             }
             self.before.push(node.start..last);
             let keys = node.depth..node.depth + last - node.start;
@@ -147,7 +146,7 @@ impl QueryChunk {
         }
     }
 
-    /// Adds a span; what the same queries see right behind the last one becomes a part of it.
+    /// Adds a span, or extends the last span if the same queries attend to the keys right after it.
     fn push(&mut self, span: Span) {
         if span.queries.is_empty() {
             return;
@@ -165,7 +164,7 @@ impl QueryChunk {
     }
 }
 
-/// How many queries have a row below this one.
+/// Number of queries with a smaller row index.
 fn below(queries: &[u32], row: usize) -> usize {
     queries.partition_point(|&query| (query as usize) < row)
 }

@@ -9,7 +9,7 @@ use crate::kernels::{LANES, Mat, dot, exp, matmul, matmul_into};
 use candle_core::Result;
 use std::ops::Range;
 
-/// Scores that are held at a time: they stay in the second-level cache, and memory does not grow with the square of a sequence.
+/// Number of scores in memory at a time: they fit into the L2 cache, and memory does not grow with the square of the sequence length.
 const MAX_SCORES: usize = 1 << 16;
 
 /// Inputs: queries `(queries, heads * D)` of all chunks; keys and values `(N, kv_heads * D)` of all rows.
@@ -22,12 +22,12 @@ pub(super) struct Inputs<'a> {
     pub(super) window: usize,
 }
 
-/// The keys that the queries of a block see: positions from `n_seen - window` up to `n_seen`, for each query.
+/// The keys that the queries of a block attend to: positions from `n_seen - window` to `n_seen` for each query.
 #[derive(Clone, Copy)]
 struct Visible<'a> {
     n_seen: &'a [usize],
     window: usize,
-    /// Rows of scores for each query.
+    /// Rows of scores per query: the query heads of a group.
     group: usize,
 }
 
@@ -39,7 +39,7 @@ impl Visible<'_> {
     }
 }
 
-/// Gradients of a chunk's keys and values in the chunk's numbering: `(keys, kv_heads * D)` each.
+/// Gradients of a chunk's keys and values, indexed by the chunk's keys: `(keys, kv_heads * D)` each.
 pub(super) struct KeyGradients {
     pub(super) dk: Vec<f32>,
     pub(super) dv: Vec<f32>,
@@ -65,10 +65,10 @@ struct Buffers {
     dots: Vec<f32>, // (rows)
 }
 
-/// Queries whose scores are held at the same time.
+/// Queries whose scores are in memory at the same time.
 struct Block {
     queries: Range<usize>,
-    /// The most keys that one of them sees.
+    /// Maximum number of keys that one of the queries attends to.
     width: usize,
 }
 
@@ -88,7 +88,7 @@ impl QueryChunk {
         blocks
     }
 
-    /// For each span that a block's queries see: rows of the block (queries by heads), keys of the chunk, columns of scores.
+    /// The matrix products of a block, one per span: rows of the block (queries by heads), keys of the chunk, columns of scores.
     fn products<'a>(&'a self, block: &'a Block, visible: Visible<'a>) -> impl Iterator<Item = Product> + 'a {
         self.spans.iter().filter_map(move |span| {
             let first = span.queries.start.max(block.queries.start);
@@ -107,7 +107,7 @@ impl QueryChunk {
         Visible { n_seen: &self.n_seen[block.queries.clone()], window: x.window, group: heads.group }
     }
 
-    /// Attention of the chunk's queries into `out` `(queries, heads * D)`; `logsumexp`: `(kv_heads, queries, group)`.
+    /// Computes attention of the chunk's queries into `out` `(queries, heads * D)` and `logsumexp` `(kv_heads, queries, group)`.
     pub(super) fn forward(&self, heads: Heads, x: Inputs<'_>, out: &mut [f32], logsumexp: &mut [f32]) -> Result<()> {
         let (group, dim) = (heads.group, heads.head_dim);
         let (mut k, mut v) = (Vec::new(), Vec::new());
@@ -134,10 +134,10 @@ impl QueryChunk {
         Ok(())
     }
 
-    /// Gradients of queries into `dq` `(queries, heads * D)`, of keys and values as returned.
+    /// Writes the gradient of queries to `dq` `(queries, heads * D)`; returns the gradients of keys and values.
     ///
-    /// With `P` the probabilities and `g` the gradient of the output `O`: `dV = P^T g`, `dP = g V^T`,
-    /// `dS = P * (dP - rowsum(g * O))`, `dQ = scale dS K`, `dK = scale dS^T Q`.
+    /// With `P` the probabilities and `g` the gradient of the output `O`: `dV = P^T g`, `dP = g V^T`, `dS = P * (dP - rowsum(g * O))`, `dQ
+    /// = scale dS K`, `dK = scale dS^T Q`.
     pub(super) fn backward(
         &self,
         heads: Heads,
@@ -187,7 +187,7 @@ impl QueryChunk {
         Ok(gradients)
     }
 
-    /// `scale * rows keys^T` where a row sees a key, `(rows, width)`; other values are undefined.
+    /// Scores `scale * rows keys^T`, `(rows, width)`; undefined where a row does not attend to a key.
     fn scores(
         &self,
         heads: Heads,
@@ -207,7 +207,7 @@ impl QueryChunk {
         Ok(())
     }
 
-    /// One head of the chunk's keys or values: `(keys, D)`.
+    /// Copies one head of the chunk's keys or values to `out` `(keys, D)`.
     fn gather(&self, heads: Heads, head: usize, all: &[f32], out: &mut Vec<f32>) {
         let (width, dim) = (heads.kv_width(), heads.head_dim);
         out.clear();
@@ -219,7 +219,7 @@ impl QueryChunk {
     }
 }
 
-/// One matrix product of a block: some of its rows and some keys.
+/// One matrix product of a block: some rows and some keys.
 struct Product {
     rows: Range<usize>,
     key: usize,
@@ -241,7 +241,7 @@ impl Product {
     }
 }
 
-/// The heads of one group of some queries as rows: `(queries * group, D)`. `offset`: of the chunk's queries in `all`.
+/// Copies the heads of one group of some queries to rows `(queries * group, D)`. `offset`: index of the chunk's first query in `all`.
 fn pack(heads: Heads, head: usize, all: &[f32], offset: usize, queries: &Range<usize>, out: &mut Vec<f32>) {
     let (width, part) = (heads.q_width(), heads.group * heads.head_dim);
     out.clear();
@@ -268,8 +268,7 @@ fn place(heads: Heads, head: usize, part: &[f32], all: &mut [f32]) {
 }
 
 vectorised! {
-    /// Softmax over the keys that each row sees, zero elsewhere; also the logarithm of each row's sum of exponentials. `scores`: rows of
-    /// `width`.
+    /// Softmax over the keys that each row attends to, 0 elsewhere; also the log-sum-exp of each row. `scores`: rows of `width` values.
     fn probabilities(scores: &mut [f32], width: usize, visible: Visible<'_>, logsumexp: &mut [f32]) {
         for (index, (row, row_logsumexp)) in scores.chunks_exact_mut(width).zip(logsumexp).enumerate() {
             let (before, seen, after) = parts(row, visible.of_row(index));
@@ -286,7 +285,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// The same probabilities from scores and logarithms of sums.
+    /// Recomputes the probabilities from scores and log-sum-exp.
     fn recompute_probabilities(scores: &mut [f32], width: usize, visible: Visible<'_>, logsumexp: &[f32]) {
         for (index, (row, row_logsumexp)) in scores.chunks_exact_mut(width).zip(logsumexp).enumerate() {
             let (before, seen, after) = parts(row, visible.of_row(index));
@@ -298,7 +297,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// `dS = P * (dP - dot)`, in the place of `dP`; zero where a row sees no key.
+    /// Replaces `dP` by `dS = P * (dP - dot)`; 0 where a row does not attend to a key.
     fn score_gradients(dp: &mut [f32], p: &[f32], width: usize, visible: Visible<'_>, dots: &[f32]) {
         let rows = dp.chunks_exact_mut(width).zip(p.chunks_exact(width)).zip(dots);
         for (index, ((dp, p), dot)) in rows.enumerate() {
@@ -312,7 +311,7 @@ vectorised! {
     }
 }
 
-/// The columns before those that a row sees, those, and the columns after them.
+/// Splits a row into the columns before, within and after the range of keys that it attends to.
 #[inline(always)]
 fn parts(row: &mut [f32], seen: Range<usize>) -> (&mut [f32], &mut [f32], &mut [f32]) {
     let (row, after) = row.split_at_mut(seen.end);

@@ -1,4 +1,4 @@
-//! Against attention composed of candle's own operations over the whole square, with a mask.
+//! Compares attention with a version composed of candle's operations, with a full mask.
 
 use super::{Node, Queries, RowTree, attention, attention_forward};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
@@ -9,7 +9,7 @@ const HEADS: usize = 6;
 const KV_HEADS: usize = 2;
 const DIM: usize = 8;
 
-/// Adds a node and below it up to three others, `depth` levels deep.
+/// Adds a node with up to three children, `levels` deep.
 fn grow(nodes: &mut Vec<Node>, parent: Option<usize>, levels: usize, rng: &mut ChaCha8Rng) {
     let before = parent.map_or(0, |parent: usize| nodes[parent].depth + nodes[parent].len);
     let start = nodes.last().map_or(0, |node| node.start + node.len);
@@ -31,7 +31,7 @@ fn random_tree(seed: u64) -> RowTree {
     RowTree::new(nodes)
 }
 
-/// 0 where a row sees another, far below elsewhere: `(queries, N)`.
+/// Additive mask `(queries, N)`: 0 where a row attends to another one, a large negative number elsewhere.
 fn mask(tree: &RowTree, queries: &[u32], window: Option<usize>) -> Tensor {
     let n = tree.n_rows();
     let node_of = |row: usize| tree.nodes().iter().rposition(|node| node.start <= row).unwrap();
@@ -68,7 +68,7 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<Tensor>
 
 fn worst(a: &Tensor, b: &Tensor) -> f32 {
     let largest = b.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
-    // With a window of one position the gradients of queries and keys are 0, up to rounding of terms of about 1.
+    // With a window of one position, the gradients of queries and keys are 0 up to the rounding of terms of about 1.
     let scale = if largest < 1e-4 { 1.0 } else { largest };
     (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap() / scale
 }

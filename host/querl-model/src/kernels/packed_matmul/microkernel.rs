@@ -2,7 +2,7 @@
 
 use super::super::simd::SimdLevel;
 
-/// Columns of a panel of a packed weight and of a block.
+/// Number of columns of a panel of a packed weight, and of a block of the result.
 pub(in super::super) const WIDTH: usize = 64;
 
 pub(super) const LINE_BYTES: usize = 64;
@@ -12,14 +12,14 @@ pub(super) const LINE_BYTES: usize = 64;
 pub(super) struct Ahead {
     pub(super) start: *const u8,
     pub(super) bytes: usize,
-    /// Cache lines to prefetch at each step of the sum.
+    /// Number of cache lines to prefetch in each step of the sum.
     pub(super) n_lines: usize,
 }
 
 impl Ahead {
     pub(super) const NOTHING: Self = Self { start: std::ptr::null(), bytes: 0, n_lines: 0 };
 
-    /// The share of the parts `from..to` of `n_parts`: all together prefetch each line once.
+    /// The share of the parts `from..to` of `n_parts`. All shares together prefetch each line once.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn of_parts(self, from: usize, to: usize, n_parts: usize) -> Self {
         let (first, end) = (self.n_lines * from / n_parts, self.n_lines * to / n_parts);
@@ -27,24 +27,24 @@ impl Ahead {
     }
 }
 
-/// `c = keep * from + a b`: rows of `a` by a slab `b`, [`WIDTH`] columns for each step.
+/// Computes `c = keep * from + a b`: rows of `a` by a slab `b`, which has [`WIDTH`] columns per step.
 #[derive(Clone, Copy)]
 pub(super) struct Block {
     pub(super) a: *const f32,
-    /// Values between rows of `a`.
+    /// Stride of the rows of `a`.
     pub(super) a_row: usize,
     pub(super) b: *const f32,
-    /// Values between steps of `b`.
+    /// Stride of the steps of `b`.
     pub(super) b_step: usize,
     pub(super) n_steps: usize,
     pub(super) c: *mut f32,
-    /// Values between rows of `c`.
+    /// Stride of the rows of `c`.
     pub(super) c_row: usize,
-    /// What sums begin with: `c` itself, rows of another matrix, or one row for all.
+    /// Initial values of the sums: `c` itself, rows of another matrix, or one row for all.
     pub(super) from: *const f32,
-    /// Values between rows of `from`.
+    /// Stride of the rows of `from`.
     pub(super) from_row: usize,
-    /// Columns of `c`, at most [`WIDTH`].
+    /// Number of columns of `c`, at most [`WIDTH`].
     pub(super) n_cols: usize,
     pub(super) keep: f32,
     pub(super) ahead: Ahead,
@@ -69,7 +69,7 @@ impl Block {
         }
     }
 
-    /// The same block from `row` on.
+    /// The block starting at `row`.
     ///
     /// # Safety
     /// The block has that row.
@@ -116,8 +116,8 @@ mod portable {
         if block.keep != 0.0 {
             for (m, sums) in sums.iter_mut().enumerate() {
                 for (lane, sum) in sums.iter_mut().enumerate().take(n_cols) {
-                    // SAFETY: row and column are within `from`, which is readable since something of it is kept. No slice: it may
-                    // be `c`.
+                    // SAFETY: row and column are within `from`, which is readable because `keep` is not 0. A pointer instead of a slice,
+                    // because it may alias `c`.
                     *sum = block.keep * unsafe { *block.from.add(m * block.from_row + column + lane) };
                 }
             }
@@ -134,7 +134,7 @@ mod portable {
             }
         }
         for (m, sums) in sums.iter().enumerate() {
-            // SAFETY: row and columns are within `c`; the copy works on memory that was never written, too.
+            // SAFETY: row and columns are within `c`; the copy does not read `c`, which may be uninitialised.
             unsafe { block.c.add(m * block.c_row + column).copy_from_nonoverlapping(sums.as_ptr(), n_cols) };
         }
     }
@@ -148,7 +148,7 @@ pub(super) mod avx2 {
 
     const LANES: usize = 8;
 
-    /// Rows of a tile of two vectors: its sums take 12 of 16 registers.
+    /// Rows of a tile that is two vectors wide: its sums take 12 of 16 registers.
     const ROWS: usize = 6;
 
     /// Steps of the sum between prefetches.
@@ -174,7 +174,7 @@ pub(super) mod avx2 {
         }
     }
 
-    /// All rows of two vectors of columns, then of the next two: that part of the slab stays in the first-level cache.
+    /// Computes all rows of two vectors of columns, then of the next two, so that this part of the slab stays in the L1 cache.
     ///
     /// # Safety
     /// As [`block`].
@@ -184,7 +184,7 @@ pub(super) mod avx2 {
         for first in (0..n_vectors).step_by(2) {
             let mut row = 0;
             while row < n_rows {
-                // Equal parts: 7 rows are 4 and 3, not 6 and 1.
+                // Tiles of nearly equal size: 7 rows are 4 and 3, not 6 and 1.
                 let left = n_rows - row;
                 let n = left.div_ceil(left.div_ceil(ROWS));
                 let part = first / 2 * n_rows + row;
@@ -211,7 +211,7 @@ pub(super) mod avx2 {
         }
     }
 
-    /// M rows by V vectors of columns from `column` on.
+    /// Computes M rows by V vectors of columns, starting at `column`.
     ///
     /// # Safety
     /// The block has those rows, and `column` is one of its columns.
@@ -243,7 +243,7 @@ pub(super) mod avx2 {
                     next = next.wrapping_add(ahead.bytes);
                 }
             }
-            // Two pointers to rows, three rows apart: others are at one and two strides from them.
+            // Two row pointers, three rows apart: the other rows are one and two strides from them.
             let (mut upper, mut lower) = (a.wrapping_add(first), a.wrapping_add(first + 3 * a_row));
             for _ in steps {
                 let mut vectors = [_mm256_setzero_ps(); V];
@@ -338,7 +338,7 @@ pub(super) mod avx512 {
 
     const LANES: usize = 16;
 
-    /// Calls a tile of as many rows as are left: up to `6` rows of 4 vectors, or 12 of fewer, fill the 32 registers.
+    /// Calls tiles until no rows are left: tiles of up to 6 rows by 4 vectors, or 12 rows by fewer vectors, fill the 32 registers.
     macro_rules! tiles {
         ($block:ident, $n_rows:ident) => {{
             let n_vectors = $block.n_cols.div_ceil(LANES);
@@ -346,7 +346,7 @@ pub(super) mod avx512 {
             let mut row = 0;
             while row < $n_rows {
                 let left = $n_rows - row;
-                // Equal parts: 7 rows are 4 and 3, not 6 and 1.
+                // Tiles of nearly equal size: 7 rows are 4 and 3, not 6 and 1.
                 let n = if left >= 12 && most == 12 { 12 } else { left.div_ceil(left.div_ceil(6)) };
                 let rows = Block { ahead: $block.ahead.of_parts(row, row + n, $n_rows), ..$block.at_row(row) };
                 match (n, n_vectors) {
@@ -384,7 +384,7 @@ pub(super) mod avx512 {
         unsafe { tiles!(block, n_rows) }
     }
 
-    /// Which of a vector's lanes are columns of the block.
+    /// Mask of the lanes of a vector that are columns of the block.
     fn mask(n_cols: usize, vector: usize) -> __mmask16 {
         match n_cols.saturating_sub(vector * LANES) {
             0 => 0,
@@ -431,7 +431,7 @@ pub(super) mod avx512 {
         }
     }
 
-    /// M rows by V vectors of columns.
+    /// Computes M rows by V vectors of columns.
     #[target_feature(enable = "avx512f")]
     unsafe fn tile<const M: usize, const V: usize>(block: &Block) {
         let Block { a, a_row, b, b_step, n_steps, c, c_row, from, from_row, n_cols, keep, ahead } = *block;
@@ -475,7 +475,7 @@ pub(super) mod avx512 {
             // SAFETY: row `i` has 16 values.
             *r = unsafe { _mm512_loadu_si512(from.add(i * from_row).cast()) };
         }
-        // Pairs of rows, then fours, then quarters of vectors.
+        // Transposes pairs of rows, then groups of four, then 128-bit quarters of vectors.
         let mut t = r;
         for i in (0..LANES).step_by(2) {
             t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);

@@ -19,22 +19,23 @@ use std::marker::PhantomData;
 use weight_view::{Reuse, Scratch, with_scratch};
 pub(super) use weight_view::{WeightView, transpose};
 
-/// Steps of the sum that one slab holds: 32 KiB in f32.
+/// Steps of the sum per slab: 32 KiB in f32.
 const STEPS: usize = 128;
 
-/// Rows that one task works on: their part of `x` stays in the second-level cache while panels pass over it.
+/// Rows per task: their part of `x` stays in the L2 cache while the panels of the weight are read.
 const ROWS_PER_TASK: usize = 512;
 
-/// Most rows of a result for which a slab is read in place: copying it pays off for more.
+/// Maximum number of rows for which a slab is read in place. With more rows, copying it is faster.
 const FEW_ROWS: usize = 24;
 
-/// Most rows for which the next slab is prefetched while one is multiplied: with more, arithmetic takes longer than memory.
+/// Maximum number of rows for which the next slab is prefetched. With more rows the computation takes longer than the memory access.
 const AHEAD_ROWS: usize = 96;
 
-/// Multiplications below which handing work to other threads costs more than it saves.
+/// Number of multiplications below which one thread is faster than several.
 const SERIAL_WORK: usize = 1 << 18;
 
-/// One product of a sum: the left matrix `(N, in)` going forward, `(N, out)` going backward, and the weight.
+/// One product in a sum of products: the weight, and the left matrix, which is `(N, in)` in the forward pass and `(N, out)` in the backward
+/// pass.
 #[derive(Clone, Copy)]
 pub(super) struct Term<'a> {
     pub(super) left: &'a [f32],
@@ -49,19 +50,19 @@ pub(super) struct Output<'a> {
     memory: PhantomData<&'a mut f32>,
 }
 
-// SAFETY: it is a mutable slice, and tasks write to parts of it that do not overlap.
+// SAFETY: the pointer comes from a mutable slice, and tasks write to disjoint parts of it.
 unsafe impl Sync for Output<'_> {}
 
 /// Initial values of the sums of a product.
 #[derive(Clone, Copy)]
 pub(super) enum Start<'a> {
-    /// 0: the memory may be fresh, since none of it is read.
+    /// 0. The output may be uninitialised, because it is not read.
     Zero,
     /// The current values of the output times this factor.
     Itself(f32),
     /// Another matrix of the same shape.
     Matrix(&'a [f32]),
-    /// The same row, such as a bias, for every row of the result.
+    /// The same row, such as a bias, for all rows of the result.
     Row(&'a [f32]),
 }
 
@@ -79,7 +80,7 @@ impl<'a> Output<'a> {
         }
     }
 
-    /// Initial values of the sums of a block that begins at `row` and `col`, the stride of their rows, and the factor on them.
+    /// Pointer to the initial values of the sums of a block at `row` and `col`, the stride of their rows, and the factor on them.
     pub(super) fn beginning(&self, row: usize, col: usize, n_cols: usize) -> (*const f32, usize, f32) {
         let at = row * n_cols + col;
         match self.start {
@@ -91,17 +92,17 @@ impl<'a> Output<'a> {
     }
 }
 
-/// A vector of `len` values that a product writes: the memory is not cleared before.
+/// Allocates `len` values without clearing them and lets a product write them.
 pub(super) fn alloc_output(len: usize, product: impl FnOnce(Output<'_>) -> Result<()>) -> Result<Vec<f32>> {
     let mut values: Vec<f32> = Vec::with_capacity(len);
     product(Output { values: values.as_mut_ptr(), len, start: Start::Zero, memory: PhantomData })?;
-    // SAFETY: a product that returns without an error has at least one term, and its first term has written all values of an
-    // output: what its sum starts with where the sum has no steps.
+    // SAFETY: a product that returns without an error has at least one term, and its first term has written all values of an output: the
+    // initial value if the sum has no steps.
     unsafe { values.set_len(len) };
     Ok(values)
 }
 
-/// Whether the left matrix multiplies the weight's inputs or outputs.
+/// Whether the sum runs over the weight's inputs (forward) or outputs (backward).
 #[derive(Clone, Copy)]
 pub(super) enum Direction {
     Forward,
@@ -113,7 +114,7 @@ struct Job<'a> {
     out: Output<'a>,
 }
 
-/// A product whose result is a vector of its own.
+/// A product whose result is a new vector.
 pub(super) struct MatmulSpec<'a> {
     pub(super) len: usize,
     pub(super) start: Start<'a>,
@@ -159,7 +160,7 @@ impl Term<'_> {
     }
 }
 
-/// Runs all jobs in one parallel task list.
+/// Runs the tasks of all jobs in parallel.
 fn products(level: SimdLevel, jobs: &[Job<'_>], direction: Direction) -> Result<()> {
     let mut work = 0;
     let mut shapes = Vec::with_capacity(jobs.len());
@@ -168,7 +169,7 @@ fn products(level: SimdLevel, jobs: &[Job<'_>], direction: Direction) -> Result<
         work += job.terms.iter().map(|term| shape.0 * shape.1 * term.shape(direction).0).sum::<usize>();
         shapes.push(shape);
     }
-    // Tasks of all jobs one after another, each with the number of those before its job.
+    // Numbers the tasks of all jobs consecutively; each job has the number of tasks before it.
     let mut n_tasks = 0;
     let tasks = |&(n_rows, n_cols): &(usize, usize)| {
         let tasks = Tasks::new(n_rows, n_cols, work, jobs.len());
@@ -214,11 +215,10 @@ impl Job<'_> {
         Ok((n_rows, n_cols))
     }
 
-    /// One block of the result.
+    /// Computes one block of the result.
     ///
     /// # Safety
-    /// [`Job::shape`] returned `n_cols` without an error, the block lies within the output, and no other thread
-    /// touches it.
+    /// [`Job::shape`] returned `n_cols` without an error, the block lies within the output, and no other thread accesses it.
     unsafe fn run(&self, level: SimdLevel, direction: Direction, block: &Rectangle, n_cols: usize) {
         with_scratch(|scratch| {
             let accumulate = Output { start: Start::Itself(1.0), ..self.out };
@@ -231,7 +231,7 @@ impl Job<'_> {
     }
 }
 
-/// The result cut into blocks: chunks of rows, in each of them one block for 64 columns.
+/// The division of a result into blocks of some rows by 64 columns, one per task.
 struct Tasks {
     n_rows: usize,
     n_cols: usize,
@@ -245,7 +245,7 @@ struct Rectangle {
 }
 
 impl Tasks {
-    /// `work`: multiplications of all `n_jobs` that run side by side.
+    /// `work`: number of multiplications of all `n_jobs` that run in parallel.
     fn new(n_rows: usize, n_cols: usize, work: usize, n_jobs: usize) -> Self {
         let n_col_blocks = n_cols.div_ceil(WIDTH);
         let wanted = if work < SERIAL_WORK { 1 } else { (4 * rayon::current_num_threads()).div_ceil(n_jobs) };
@@ -258,7 +258,7 @@ impl Tasks {
         self.n_row_chunks * self.n_col_blocks
     }
 
-    /// Tasks that follow one another share their rows.
+    /// The block of a task. Consecutive tasks share their rows.
     fn block(&self, task: usize) -> Rectangle {
         let (chunk, column) = (task / self.n_col_blocks, task % self.n_col_blocks * WIDTH);
         let start = |chunk: usize| chunk * self.n_rows / self.n_row_chunks;
@@ -267,11 +267,11 @@ impl Tasks {
 }
 
 impl Term<'_> {
-    /// One block of the result.
+    /// Adds this product to one block of the result.
     ///
     /// # Safety
-    /// `block` lies within `out`, whose rows have `n_cols` values, and no other thread touches it; the left matrix has those
-    /// rows and the steps of the weight.
+    /// `block` lies within `out`, whose rows have `n_cols` values, and no other thread accesses it; the left matrix has those rows and the
+    /// steps of the weight.
     unsafe fn multiply(
         &self,
         level: SimdLevel,
@@ -285,7 +285,7 @@ impl Term<'_> {
         let n_rows = block.rows.len();
         // SAFETY: the block lies within the output.
         let c = unsafe { out.values.add(block.rows.start * n_cols + block.cols.start) };
-        // A sum of no steps is what it begins with.
+        // A sum without steps still writes its initial values, so run at least once.
         for start in (0..n_steps.max(1)).step_by(STEPS) {
             let steps = start..(start + STEPS).min(n_steps);
             let (from, from_row, keep) = match start {
@@ -321,8 +321,8 @@ impl Term<'_> {
                     _ => Ahead::NOTHING,
                 },
             };
-            // SAFETY: `a` has `n_rows` rows of these steps, the slab holds the steps, `c` has the rows and columns, and so has
-            // what the sums begin with.
+            // SAFETY: `a` has `n_rows` rows of these steps, the slab holds the steps, `c` has the rows and columns, and so have the initial
+            // values of the sums.
             unsafe { block.run(level, n_rows) };
         }
     }

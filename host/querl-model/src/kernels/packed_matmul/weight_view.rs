@@ -10,11 +10,11 @@ use rayon::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// A weight `(out, in)`, or some of its outputs.
+/// A view of a weight `(out, in)`, or of a range of its outputs.
 #[derive(Clone, Copy)]
 pub(in super::super) struct WeightView<'a> {
     stored: Stored<'a>,
-    /// First output; in a packed weight a multiple of WIDTH.
+    /// Index of the first output; in a packed weight a multiple of WIDTH.
     first: usize,
     pub(in super::super) n_out: usize,
     pub(in super::super) n_in: usize,
@@ -27,22 +27,22 @@ enum Stored<'a> {
     Rows(&'a [f32]),
 }
 
-/// The values of a block: `step` values from one step of the sum to the next.
+/// The weights of a block; consecutive steps of the sum are `step` values apart.
 pub(super) struct Slab {
     pub(super) start: *const f32,
     pub(super) step: usize,
-    /// A copy in the scratch, not the weight itself.
+    /// True for a copy in the scratch memory, false for the weight itself.
     pub(super) is_unpacked: bool,
 }
 
-/// How often a slab is read once it is made.
+/// How often a slab is read after it is unpacked.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reuse {
     Seldom,
     Often,
 }
 
-/// Memory of one thread for the slab at hand and for what it is made from.
+/// Scratch memory of one thread: the current slab, and intermediate values.
 #[repr(C, align(64))]
 pub(super) struct Scratch {
     slab: [f32; STEPS * WIDTH],
@@ -60,7 +60,7 @@ impl Scratch {
     }
 }
 
-/// Calls `f` with this thread's scratch. `f` hands no work to other threads, so it is never called within itself.
+/// Calls `f` with this thread's scratch memory. `f` must not run parallel tasks, which could call this function again on the same thread.
 pub(super) fn with_scratch(f: impl FnOnce(&mut Scratch)) {
     SCRATCH.with_borrow_mut(|scratch| f(scratch));
 }
@@ -75,13 +75,13 @@ impl<'a> WeightView<'a> {
         Self { stored: Stored::Packed(packed), first: 0, n_out: packed.n_out, n_in: packed.n_in }
     }
 
-    /// Some of the outputs, from a multiple of WIDTH on.
+    /// A view of some outputs, starting at a multiple of WIDTH.
     pub(in super::super) fn part(self, outputs: Range<usize>) -> Self {
         debug_assert!(outputs.start.is_multiple_of(WIDTH) && outputs.end <= self.n_out);
         Self { first: self.first + outputs.start, n_out: outputs.len(), ..self }
     }
 
-    /// Inputs `steps` of WIDTH outputs from `output` on; values beyond the last output are undefined.
+    /// The inputs `steps` of WIDTH outputs, starting at `output`. Values after the last output are undefined.
     pub(super) fn outputs_slab(
         self,
         level: SimdLevel,
@@ -106,7 +106,7 @@ impl<'a> WeightView<'a> {
         scratch.slab()
     }
 
-    /// What is read after some steps of a panel of a packed weight: the rest of that panel, or the next one.
+    /// The memory that is read after some steps of a panel: the rest of the panel, or the next panel.
     pub(super) fn ahead(self, output: usize, step: usize) -> Ahead {
         let Stored::Packed(packed) = self.stored else { return Ahead::NOTHING };
         let panel = (self.first + output) / WIDTH;
@@ -118,7 +118,7 @@ impl<'a> WeightView<'a> {
         Ahead { start, bytes, n_lines: bytes / LINE_BYTES }
     }
 
-    /// Outputs `steps` of the inputs `columns`, at most WIDTH; both start at a multiple of WIDTH.
+    /// The outputs `steps` of the inputs `columns`, at most WIDTH. Both ranges start at a multiple of WIDTH.
     pub(super) fn inputs_slab(
         self,
         level: SimdLevel,
@@ -159,7 +159,7 @@ fn packed_inputs(packed: &Packed, level: SimdLevel, steps: Range<usize>, column:
     }
 }
 
-/// `(n, WIDTH)` with `n` a multiple of 16 into the first columns of `(WIDTH, WIDTH)`.
+/// Transposes `(n, WIDTH)`, with `n` a multiple of 16, into the first `n` columns of `(WIDTH, WIDTH)`.
 fn transpose_block(level: SimdLevel, from: &[f32], to: &mut [f32]) {
     for row in (0..from.len() / WIDTH).step_by(16) {
         for column in (0..WIDTH).step_by(16) {
@@ -168,7 +168,7 @@ fn transpose_block(level: SimdLevel, from: &[f32], to: &mut [f32]) {
     }
 }
 
-/// Rows `outputs` and columns `steps` of a row-major matrix, transposed into `(steps, WIDTH)`; the rest of a row is 0.
+/// Transposes the rows `outputs` and columns `steps` of a row-major matrix into `(steps, WIDTH)`; the rest of each row is 0.
 fn transpose_part(
     level: SimdLevel,
     values: &[f32],
@@ -209,7 +209,7 @@ fn transpose16(level: SimdLevel, from: &[f32], from_row: usize, to: &mut [f32], 
         SimdLevel::Avx2 => {
             for (row, column) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
                 let (from, to) = (&from[row * from_row + column..], &mut to[column * to_row + row..]);
-                // SAFETY: as above; 8 rows of 8 values from any of these places on are within the 16 rows.
+                // SAFETY: as above; each of the four quarters has 8 rows of 8 values within the 16 rows.
                 unsafe { avx2::transpose8(from.as_ptr(), from_row, to.as_mut_ptr(), to_row) }
             }
         }

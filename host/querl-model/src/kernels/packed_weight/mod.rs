@@ -10,11 +10,11 @@ use querl_core::config::BaseDtype;
 use rayon::prelude::*;
 use unpack::NF4;
 
-/// Panels of WIDTH outputs: the values of all outputs of a panel for one input are contiguous.
+/// A weight in panels of WIDTH outputs. Within a panel, the values of all outputs for one input are contiguous.
 pub(super) struct Packed {
     pub(super) n_out: usize,
     pub(super) n_in: usize,
-    /// Inputs of a panel: a multiple of 16. The bytes of those beyond the last are 0, and no result depends on them.
+    /// Number of inputs per panel, padded to a multiple of 16. The padding is 0 and does not affect results.
     pub(super) n_in_padded: usize,
     pub(super) dtype: BaseDtype,
     data: Vec<Line>,
@@ -22,7 +22,7 @@ pub(super) struct Packed {
     scales: Vec<f32>,
 }
 
-/// What a vector load reads at once.
+/// A cache line: the unit of alignment.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
@@ -38,7 +38,7 @@ fn n_groups(dtype: BaseDtype, n_in: usize) -> usize {
     }
 }
 
-/// Numbers that may be read from any bytes.
+/// Numbers for which every bit pattern is valid.
 ///
 /// # Safety
 /// Every bit pattern is a value, and the alignment is at most that of [`Line`].
@@ -53,12 +53,12 @@ unsafe impl Plain for u32 {}
 unsafe impl Plain for f32 {}
 
 fn values<T: Plain>(lines: &[Line]) -> &[T] {
-    // SAFETY: lines are plain initialised bytes aligned for every plain number, and the length is what they hold.
+    // SAFETY: lines are initialised bytes, aligned for every `Plain` number, and the length is their size divided by that of `T`.
     unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), size_of_val(lines) / size_of::<T>()) }
 }
 
 fn values_mut<T: Plain>(lines: &mut [Line]) -> &mut [T] {
-    // SAFETY: as in `values`; whatever is written leaves initialised bytes.
+    // SAFETY: as in `values`; any write leaves initialised bytes.
     unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), size_of_val(lines) / size_of::<T>()) }
 }
 
@@ -71,17 +71,17 @@ impl Packed {
         n_groups(self.dtype, self.n_in)
     }
 
-    /// The group of an input, of a panel's.
+    /// Index of the quantization group of an input.
     fn group_of(&self, input: usize) -> usize {
         if self.dtype == BaseDtype::Fp8 { 0 } else { input / GROUP }
     }
 
-    /// Where input `input` of a panel begins, in values.
+    /// Offset of input `input` of a panel, in values.
     pub(super) fn offset(&self, panel: usize, input: usize) -> usize {
         (panel * self.n_in_padded + input) * WIDTH
     }
 
-    /// Where the stored values of an input of a panel begin, and the bytes that each input takes.
+    /// Pointer to the stored values of an input of a panel, and the number of bytes per input.
     pub(super) fn stored(&self, panel: usize, input: usize) -> (*const u8, usize) {
         let bytes =
             size_of_val(self.data.as_slice()) * WIDTH / (self.n_out.next_multiple_of(WIDTH) * self.n_in_padded).max(1);
@@ -106,7 +106,7 @@ pub(super) fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Packed> {
     pack_rows(weight.dims2()?, dtype, |first, n| weight.narrow(0, first, n))
 }
 
-/// Packs a weight `(n_out, n_in)`; `rows(first, n)` are `n` of its rows.
+/// Packs a weight `(n_out, n_in)`. `rows(first, n)` returns `n` of its rows.
 pub(super) fn pack_rows(
     (n_out, n_in): (usize, usize),
     dtype: BaseDtype,
@@ -160,7 +160,7 @@ fn pack_panel(rows: &Tensor, dtype: BaseDtype, lines: &mut [Line], scales: &mut 
     Ok(())
 }
 
-/// The values of a tensor in another type, as bits.
+/// Converts the values of a tensor to another type; returns their bits.
 fn bits(rows: &Tensor, dtype: DType) -> Result<Vec<u32>> {
     let rows = rows.to_dtype(dtype)?.contiguous()?;
     let (storage, layout) = rows.storage_and_layout();
@@ -180,7 +180,7 @@ fn bits(rows: &Tensor, dtype: DType) -> Result<Vec<u32>> {
     Ok(bits)
 }
 
-/// Rows into the columns of a panel.
+/// Writes rows of the weight into the columns of a panel.
 fn place<T: Copy>(bits: &[u32], n_in: usize, panel: &mut [T], value: impl Fn(u32) -> T) {
     for (output, row) in bits.chunks_exact(n_in).enumerate() {
         for (input, &bits) in row.iter().enumerate() {
@@ -200,18 +200,18 @@ fn quantise(bits: &[u32], n_in: usize, dtype: BaseDtype, panel: &mut [u8], scale
                 _ => 1.0,
             };
             scales[group * WIDTH + output] = largest / steps;
-            // Of zeros alone, or so close to them that no float is large enough, the codes are those of zeros.
+            // If the largest value is 0, or so small that the inverse overflows, all codes are 0.
             let inverse = if steps / largest < f32::INFINITY { steps / largest } else { 0.0 };
             for (i, &bits) in bits.iter().enumerate() {
                 let (input, share) = (group * size + i, f32::from_bits(bits) * inverse);
                 match dtype {
-                    // Four neighbours of a row are neighbours, each plus 128: what the integer product reads at once.
+                    // Four consecutive inputs are stored together, each plus 128, as the integer product reads them.
                     BaseDtype::Int8 => {
                         let code = share.round().clamp(-127.0, 127.0) as i8;
                         panel[input / 4 * 4 * WIDTH + 4 * output + input % 4] = code as u8 ^ 0x80;
                     }
                     BaseDtype::Fp8 => panel[input * WIDTH + output] = e4m3(share),
-                    // The low half of a byte is an output of the panel's first half, the high half one of its second.
+                    // The low 4 bits of a byte belong to an output in the panel's first half, the high 4 bits to one in its second half.
                     _ => panel[input * WIDTH / 2 + output % 32] |= nearest(share) << (output / 32 * 4),
                 }
             }
@@ -221,7 +221,7 @@ fn quantise(bits: &[u32], n_in: usize, dtype: BaseDtype, panel: &mut [u8], scale
 
 const LARGEST_E4M3: f32 = 448.0;
 
-/// A number of 4 bits of exponent and 3 of mantissa: the nearest, ties to even; what is beyond 448 becomes 448.
+/// Rounds to fp8 e4m3 (4 bits of exponent, 3 of mantissa): to nearest, ties to even. Values above 448 become 448.
 fn e4m3(x: f32) -> u8 {
     const SMALLEST_NORMAL: f32 = 1.0 / 64.0;
     let (sign, size) = ((x.to_bits() >> 24) as u8 & 0x80, x.abs());

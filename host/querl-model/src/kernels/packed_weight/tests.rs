@@ -1,4 +1,4 @@
-//! Packed products against plain ones, at every level of this processor.
+//! Compares packed matrix products with plain ones, at every SIMD level of this processor.
 
 use super::super::simd::SimdLevel;
 use super::super::tests::{numbers as matrix, values};
@@ -11,7 +11,7 @@ use querl_core::config::BaseDtype;
 const DTYPES: [BaseDtype; 6] =
     [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4];
 
-/// Sizes that fill panels, groups and vectors, and sizes that do not.
+/// Sizes that are multiples of panels, groups and vectors, and others.
 const SHAPES: [(usize, usize); 6] = [(64, 64), (192, 256), (100, 130), (7, 5), (65, 17), (130, 300)];
 
 fn numbers(n: usize, seed: u32) -> Vec<f32> {
@@ -22,12 +22,12 @@ fn weight(n_out: usize, n_in: usize, dtype: BaseDtype) -> FrozenWeight {
     FrozenWeight::pack(&matrix((n_out, n_in), 1), dtype).unwrap()
 }
 
-/// What is stored, row-major in f64.
+/// The dequantized values, row-major in f64.
 fn stored(weight: &FrozenWeight) -> Vec<f64> {
     values(&weight.to_tensor().unwrap()).into_iter().map(f64::from).collect()
 }
 
-/// Largest difference to the sums in f64, as a share of the sums of absolute products.
+/// Largest difference from the sums in f64, relative to the sums of absolute products.
 fn worst(found: &[f32], rows: usize, cols: usize, steps: usize, product: impl Fn(usize, usize, usize) -> f64) -> f64 {
     let mut worst = 0f64;
     for (row, col) in (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col))) {
@@ -47,7 +47,7 @@ fn products_agree_with_f64_at_every_level_and_type() {
             let packed = packed.at_level(level);
             let (x, g) = (numbers(n_rows * n_in, 2), numbers(n_rows * n_out, 3));
             let (mut y, mut dx) = (vec![f32::NAN; n_rows * n_out], vec![f32::NAN; n_rows * n_in]);
-            // Unpacking is compiled for each level, too.
+            // Unpacking is compiled for each level, too, so run it at that level.
             level.with(|| {
                 packed.forward(&x, &mut y, 0.0).unwrap();
                 packed.backward(&g, &mut dx, 0.0).unwrap();
@@ -96,7 +96,8 @@ fn results_are_added_to_what_is_kept() {
 fn stored_values_are_the_nearest_of_each_type() {
     let (n_out, n_in) = (70, 130);
     let values = numbers(n_out * n_in, 1);
-    // Half a step of each type, as a share of 1, the largest value there is; fp8's widest step is 32 of 448, nf4's widest gap is between -1 and -0.696.
+    // Half a quantization step of each type, relative to the largest value, 1; fp8's widest step is 32 of 448, nf4's widest gap is between
+    // -1 and -0.696.
     for (dtype, limit) in
         DTYPES.into_iter().zip([0.0, 2f64.powi(-9), 2f64.powi(-12), 0.5 / 127.0, 16.0 / 448.0, 0.1520])
     {
@@ -110,7 +111,7 @@ fn stored_values_are_the_nearest_of_each_type() {
     assert!(weight(8, 8, BaseDtype::F32).rows(&[8]).is_err());
 }
 
-/// Regression: an int8 group whose largest was below 3.7e-37 was scaled by an infinity, and all of it became the largest.
+/// Regression: an int8 group with a maximum below 3.7e-37 was scaled by infinity, and all of its values became the maximum.
 #[test]
 fn groups_too_small_to_be_scaled_are_zeros() {
     for largest in [3.6e-37f32, 1e-38, 1e-44] {

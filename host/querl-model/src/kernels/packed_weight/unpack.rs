@@ -5,7 +5,7 @@ use super::{GROUP, Packed, WIDTH, values};
 use querl_core::config::BaseDtype;
 use std::ops::Range;
 
-/// The 16 values of a normal float: quantiles of the normal distribution, 0 among them, the largest being 1.
+/// The 16 values of NormalFloat4: quantiles of the normal distribution, scaled to [-1, 1], 0 among them.
 ///
 /// Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", appendix E.
 pub(super) const NF4: [f32; 16] = [
@@ -27,7 +27,7 @@ pub(super) const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// Prefetches what follows over page boundaries: with few rows memory is the bottleneck.
+/// Prefetches data that follows, across page boundaries. With few rows memory is the bottleneck.
 #[inline(always)]
 fn prefetch<T>(place: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -40,7 +40,7 @@ fn prefetch<T>(place: *const T) {
     let _ = place;
 }
 
-/// f16 to f32, by integer arithmetic alone: numbers below the normal range cost no more than others. No infinities.
+/// f16 to f32 by integer arithmetic, so that subnormal numbers take no longer than others. The input must be finite.
 #[inline(always)]
 fn from_f16(bits: u16) -> f32 {
     let (sign, size) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
@@ -68,7 +68,7 @@ vectorised! {
     }
 }
 
-/// Pairs of inputs to rows of inputs, two rows of WIDTH for each row of pairs.
+/// Unpacks pairs of inputs: each row of WIDTH pairs becomes two rows of WIDTH values.
 fn unpack_pairs(level: SimdLevel, from: &[u32], to: &mut [f32]) {
     match level {
         #[cfg(target_arch = "x86_64")]
@@ -89,7 +89,7 @@ vectorised! {
     }
 }
 
-/// The code of an input, of four that are stored together.
+/// The code of one input, of four that are stored together.
 #[inline(always)]
 fn int8_code(four: u32, input: usize) -> i8 {
     ((four ^ 0x8080_8080) >> (8 * (input % 4))) as i8
@@ -108,7 +108,7 @@ vectorised! {
     }
 }
 
-/// e4m3 to f32, by integer arithmetic alone, as in [`from_f16`]. No number that is not finite.
+/// e4m3 to f32 by integer arithmetic, as in [`from_f16`]. The input must be finite.
 #[inline(always)]
 pub(super) fn from_e4m3(code: u8) -> f32 {
     let (sign, size) = (u32::from(code & 0x80) << 24, u32::from(code & 0x7f));
@@ -148,16 +148,16 @@ fn unpack_nf4(level: SimdLevel, from: &[u8], scales: &[f32; WIDTH], to: &mut [f3
     }
 }
 
-/// With 256-bit vectors, where the compiler finds none.
+/// 256-bit vectors, for loops that the compiler does not vectorise.
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
     use super::{NF4, WIDTH, prefetch};
     use std::arch::x86_64::*;
 
-    /// The table of 16 values is two vectors: bit 3 of an index says which.
+    /// The table of 16 values takes two vectors; bit 3 of an index selects one.
     #[target_feature(enable = "avx2")]
     pub(super) fn unpack_nf4(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
-        // SAFETY: the loads and stores below are of 8 values at places that the chunks' and arrays' lengths bound.
+        // SAFETY: the loads and stores below are of 8 values within the lengths of the chunks and arrays.
         unsafe {
             let [low, high] = [0, 8].map(|first| _mm256_loadu_ps(NF4.as_ptr().add(first)));
             let look_up = |index| {
@@ -178,7 +178,7 @@ mod avx2 {
     }
 }
 
-/// The same with 512-bit vectors.
+/// The same functions with 512-bit vectors.
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use super::{NF4, WIDTH, prefetch};
@@ -215,10 +215,10 @@ mod avx512 {
         }
     }
 
-    /// The table of 16 values is one vector: a lookup is one instruction.
+    /// The table of 16 values is one vector, and a lookup one instruction.
     #[target_feature(enable = "avx512f")]
     pub(super) fn unpack_nf4(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
-        // SAFETY: the loads and stores below are of 16 values at places that the chunks' and arrays' lengths bound.
+        // SAFETY: the loads and stores below are of 16 values within the lengths of the chunks and arrays.
         unsafe {
             let table = _mm512_loadu_ps(NF4.as_ptr());
             let scales: [__m512; 4] = std::array::from_fn(|v| _mm512_loadu_ps(scales.as_ptr().add(16 * v)));
@@ -260,7 +260,7 @@ impl Packed {
         for (part, to) in to.chunks_mut(GROUP * WIDTH).enumerate() {
             let input = inputs.start + part * GROUP;
             let (offset, group) = (self.offset(panel, input), panel * self.n_groups() + self.group_of(input));
-            let scales = &self.scales.as_chunks::<WIDTH>().0[group]; // every group of a panel has them
+            let scales = &self.scales.as_chunks::<WIDTH>().0[group]; // every group of a panel has WIDTH scales
             let bytes = values::<u8>(&self.data);
             match self.dtype {
                 BaseDtype::Int8 => unpack_int8(&values::<u32>(&self.data)[offset / 4..], scales, to),

@@ -97,7 +97,7 @@ fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
     notes
 }
 
-/// One argument a line, for a shell; `HERE` and `MODEL` are its variables.
+/// One shell argument per line; `HERE` and `MODEL` are variables of the script.
 fn shell_lines(settings: &[(String, String)]) -> String {
     let mut lines = String::new();
     for (name, value) in settings {

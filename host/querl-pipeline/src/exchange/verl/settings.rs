@@ -20,13 +20,13 @@ pub struct Cluster {
     pub gpus_per_node: usize,
 }
 
-/// Starts reward workers that Ray starts again: host/querl-python/python/querl/integrations/verl_ray.py.
+/// Agent loop manager with reward workers that Ray restarts: host/querl-python/python/querl/integrations/verl_ray.py.
 const AGENT_LOOP_MANAGER: &str = "querl.integrations.verl_ray.RestartingAgentLoopManager";
 
 /// Maximum number of Ray actors that compute rewards: verl's default of `reward.num_workers`.
 pub(super) const MAX_REWARD_WORKERS: usize = 8;
 
-/// In place of a limit that is off: a value that is never reached.
+/// The value for a disabled limit, which is never reached.
 const NO_LIMIT: &str = "1000000.0";
 
 pub(super) const TRAIN: &str = "train.parquet";
@@ -34,16 +34,16 @@ pub(super) const VAL: &str = "val.parquet";
 
 /// Batch sizes and lengths in verl's units.
 pub(super) struct Sizes {
-    /// Number of queries of a rollout batch, at most one epoch: verl forms no batch across epochs.
+    /// Number of queries of a rollout batch, at most one epoch, because verl forms no batches across epochs.
     pub(super) batch: usize,
     /// Number of queries of an optimizer step.
     pub(super) mini_batch: usize,
     pub(super) n_samples: usize,
     steps: usize,
     epochs: usize,
-    /// Tokens of a prompt, with room for another chat template and a round number.
+    /// Maximum number of tokens of a prompt, rounded up and with a margin for another chat template.
     prompt: usize,
-    /// Tokens of a pass, at least one response with its prompt.
+    /// Number of tokens per pass; at least one response with its prompt.
     pass: usize,
     /// Number of processes that compute rewards.
     pub(super) reward_workers: usize,
@@ -121,7 +121,7 @@ pub(super) fn quoted(text: &str) -> String {
 
 fn data_and_reward(m: &mut Mapping, run: &ExportedRun, sizes: &Sizes) {
     m.fixed("data.train_files", quoted(&format!("{HERE}/{TRAIN}")));
-    // verl reads the file even where validation is off, and refuses one without rows.
+    // verl reads the file even if validation is disabled, and refuses an empty one.
     let val = if run.val.is_empty() { TRAIN } else { VAL };
     m.fixed("data.val_files", quoted(&format!("{HERE}/{val}")));
     m.fixed("data.max_prompt_length", sizes.prompt.to_string());
@@ -136,7 +136,7 @@ fn data_and_reward(m: &mut Mapping, run: &ExportedRun, sizes: &Sizes) {
     m.fixed("reward.custom_reward_function.path", quoted("pkg://querl.integrations.verl"));
     m.fixed("reward.custom_reward_function.name", "compute_score");
     m.fixed("+reward.custom_reward_function.reward_kwargs.config", quoted(&format!("{HERE}/querl.toml")));
-    // verl does not start a reward worker again that died, and loses every sample that draws it. The key is not in its defaults.
+    // verl does not restart a reward worker that died, and loses every sample that is sent to it. The key is not in verl's defaults.
     m.fixed("+actor_rollout_ref.rollout.agent.agent_loop_manager_class", AGENT_LOOP_MANAGER);
     m.reward("rl.episode_deadline_ms");
 }
@@ -413,7 +413,8 @@ mod tests {
         assert_eq!(value(&run).as_deref(), Some("False"));
     }
 
-    /// Regression: a tenant `${oc.env:HOME}` was the home folder, and backslashes were doubled. What Hydra 1.3 and OmegaConf 2.3 read:
+    /// Regression: a tenant `${oc.env:HOME}` was replaced by the home folder, and backslashes were doubled. The values that Hydra 1.3 and
+    /// OmegaConf 2.3 parse:
     ///
     /// ```python
     /// value = OverridesParser.create().parse_override(f"a={quoted}").value()

@@ -113,7 +113,8 @@ impl std::fmt::Display for Cluster {
     }
 }
 
-/// `8xH100` as 8 and `H100`; `None` where the text does not begin with digits and `x`. A number that is too large is the largest.
+/// Splits `8xH100` into 8 and `H100`; `None` if the text does not begin with digits and `x`. A number that is too large becomes the
+/// maximum.
 fn leading_count(text: &str) -> Option<(usize, &str)> {
     let n_digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (digits, rest) = text.split_at(n_digits);

@@ -5,7 +5,7 @@ use super::roofline::{Efficiency, UpdatedWeights, Workload, predict};
 use querl_model::{DecoderConfig, Family};
 use std::path::Path;
 
-/// One measurement: number in the page, GPUs, model, algorithm, tokens/s per GPU.
+/// One measurement: number in the documentation, GPUs, model, algorithm, tokens/s per GPU.
 struct Measurement {
     id: &'static str,
     cluster: &'static str,
@@ -101,7 +101,7 @@ impl Measurement {
         self.predicted() / self.measured - 1.0
     }
 
-    /// As the page has it.
+    /// The row as in the documentation.
     fn row(&self) -> String {
         let Self { id, cluster, model, algorithm, measured, .. } = self;
         let (predicted, error) = (self.predicted(), 100.0 * self.error());

@@ -72,7 +72,7 @@ pub fn workload(config: &Config, shapes: &DecoderConfig, size: &WorkloadSize) ->
     }
 }
 
-/// Settings that multiply time or memory, and what verl is assumed to train.
+/// Settings with a large effect on time or memory, and the assumed training of verl.
 fn assumptions(config: &Config, workload: &Workload) -> String {
     let critic = if workload.has_critic { "with a critic of the same size" } else { "without a critic" };
     let reference = if workload.has_reference { "with a reference" } else { "without a reference" };
@@ -151,7 +151,7 @@ impl ScalePlan {
         lines
     }
 
-    /// Whether `querl export verl` would refuse the batches.
+    /// The reason if `querl export verl` would refuse the batch sizes.
     fn no_export(&self) -> Option<String> {
         let Workload { n_queries, n_samples, mini_batch_size, .. } = self.workload;
         let (n_gpus, n_samples) = (self.cluster.n_gpus(), n_samples.max(1));
@@ -162,7 +162,7 @@ impl ScalePlan {
         ))
     }
 
-    /// Says that a step does not fit, and what to do.
+    /// The message that a step does not fit, with the remedy.
     fn no_fit(&self) -> String {
         let rows = &self.scaling.rows;
         match rows.iter().find(|row| row.fits) {

@@ -102,9 +102,9 @@ querl_core::named_enum! {
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
     #[serde(rename_all = "snake_case")]
     pub enum Bound {
-        /// Compute of the matrix products.
+        /// FLOPs of the matrix products.
         Compute = "compute",
-        /// Memory bandwidth of reading weights and KV cache.
+        /// Memory bandwidth for reading weights and KV cache.
         MemoryBandwidth = "memory bandwidth",
         /// Fixed time per decode step, such as kernel launches.
         DecodeSteps = "decode steps",
@@ -265,7 +265,7 @@ impl Roofline<'_> {
         let responses = self.workload.n_responses() / n_engines;
         let in_cache = memory.kv_cache_tokens / (prompt_tokens + response_tokens);
         let concurrent = responses.min(MAX_SEQUENCES).min(in_cache).max(1.0);
-        // Responses that end make room for others; the last wave lasts as long as its longest response.
+        // Finished responses are replaced by others; the last wave takes as long as its longest response.
         let n_steps = response_tokens * responses / concurrent + (longest_response - response_tokens).max(0.0);
         let bytes_s = gpu.memory_gb_s * 1e9 * efficiency.memory;
         let context = prompt_tokens + response_tokens / 2.0;
@@ -305,8 +305,9 @@ impl Roofline<'_> {
         overlapped(name, n_tokens, compute, self.gather_s(1.0, n_passes))
     }
 
-    /// Forward and backward passes. All weights: the backward pass costs two forward passes, and gradients are reduced. Adapters: one, for
-    /// the gradients of activations, and the gradients are small. Gradient checkpointing costs one more forward pass.
+    /// Forward and backward passes. With all weights the backward pass takes as long as two forward passes, and gradients are reduced. With
+    /// adapters it takes as long as one, for the gradients of activations, and the gradients are small. Gradient checkpointing adds one
+    /// forward pass.
     fn update(&self, name: &'static str) -> Phase {
         let workload = self.workload;
         let (n_forward, n_gathers) = match workload.updated {
@@ -335,7 +336,7 @@ impl Roofline<'_> {
     }
 }
 
-/// Communication runs while the GPU computes: the longer of both counts.
+/// Communication overlaps with computation: the longer of both counts.
 fn overlapped(name: &'static str, n_tokens: f64, compute: f64, communication: f64) -> Phase {
     let bound = if communication > compute { Bound::Communication } else { Bound::Compute };
     Phase { name, seconds: compute.max(communication), n_tokens, bound }

@@ -7,9 +7,9 @@ use super::roofline::{
 use querl_model::DecoderConfig;
 use serde::Serialize;
 
-/// Most GPUs that are tried.
+/// Maximum number of GPUs that are tried.
 const MAX_GPUS: usize = 1024;
-/// Twice the GPUs must make a step this much faster.
+/// Minimum speedup of a step with twice the GPUs.
 const WORTHWHILE: f64 = 1.5;
 
 /// Prediction of a step on one number of GPUs.
@@ -53,7 +53,7 @@ pub fn scaling(shapes: &DecoderConfig, workload: &Workload, cluster: &Cluster, e
     Scaling { rows, n_gpus, reason: None }
 }
 
-/// The phase that loses most of what twice the GPUs could save.
+/// The phase with the largest loss of possible speedup with twice the GPUs.
 fn reason(workload: &Workload, now: &StepPrediction, next: &StepPrediction, n_gpus: usize) -> String {
     let lost = |name: &str| next.seconds_of(name) - now.seconds_of(name) / 2.0;
     let names = next.phases.iter().map(|phase| phase.name);

@@ -1,14 +1,13 @@
-"""Reward functions of other training engines, over `querl.Scorer`. One module for each engine; this one has what they
-share.
+"""Reward functions for other training engines, built on `querl.Scorer`: one module per engine, with shared helpers here.
 
-The scorer of an engine's function is that of its argument `config` (a `querl.toml` or a run directory), else that of
-the environment variable QUERL_CONFIG. It is opened once in each process.
+The configuration (a `querl.toml` or a run directory) is the argument `config`, else the environment variable
+QUERL_CONFIG. Each process opens one `Scorer` per configuration.
 
-A row of the engine's dataset names its query in the column `querl`: the id of a query of the run, or
+Each row of the engine's dataset identifies its query in the column `querl`: the id of a query of the run, or
 `{"query", "user_profile"?, "history_summary"?, "gold_ids"?, "columns"?, "baseline"?}` as JSON text.
 
-A rejection is no score. Where an engine can leave a sample out, its function does; where it cannot, `SampleRejected` is
-raised.
+A rejection is not a score. If the engine can exclude a sample from the update, the reward function does so; otherwise it
+raises `SampleRejected`.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from .._querl import QuerlError, Rejection, Score
 
 CONFIG_VARIABLE = "QUERL_CONFIG"
 
-#: Rejections of this process by code.
+#: Number of rejections in this process, by code.
 rejections: Counter[str] = Counter()
 
 
 class ScorerLike(Protocol):
-    """A `querl.Scorer`, or what has its method."""
+    """A `querl.Scorer`, or any object with its method `score`."""
 
     def score(self, requests: list[dict[str, Any]], /) -> list[Score | Rejection]: ...
 
@@ -46,7 +45,7 @@ _opening = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """A thread that a forked process does not have may have held it."""
+    """Replaces the lock in a forked child: a thread of the parent, which the child does not have, may hold it."""
     global _opening
     _opening = threading.Lock()
 
@@ -56,7 +55,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def config_path(config: str | os.PathLike[str] | None = None) -> str:
-    """A configuration, or that of QUERL_CONFIG, with its folder: a worker may have another working directory."""
+    """Absolute path of `config`, else of QUERL_CONFIG. Absolute, because a worker may have another working directory."""
     path = config or os.environ.get(CONFIG_VARIABLE)
     if not path:
         raise QuerlError(f"no configuration; expected the argument `config` or the environment variable {CONFIG_VARIABLE}")
@@ -64,7 +63,7 @@ def config_path(config: str | os.PathLike[str] | None = None) -> str:
 
 
 def open_scorer(config: Config = None) -> ScorerLike:
-    """The scorer itself, or that of a configuration, which is opened once in each process."""
+    """Returns `config` if it is a scorer already, else the process-wide `Scorer` of this configuration."""
     if config is not None and not isinstance(config, (str, os.PathLike)):
         return config
     name = config_path(config)
@@ -75,8 +74,10 @@ def open_scorer(config: Config = None) -> ScorerLike:
 
 
 def label_of(row: Mapping[str, Any]) -> Any:
-    """The query of a dataset row: its column `querl`; else the id in `metadata` of querl's own datasets; else the query
-    with its context.
+    """The query of a dataset row, for the key `query` of a request.
+
+    Taken from the column `querl`; else from `metadata["id"]` (datasets that querl wrote); else from the columns with the
+    query and its context.
     """
     label = row.get("querl")
     if label is not None and label != "":
@@ -93,12 +94,12 @@ def label_of(row: Mapping[str, Any]) -> Any:
 
 
 def label_key(label: Any) -> str:
-    """The same for labels of one query."""
+    """A hashable key that is equal for labels of the same query."""
     return label if isinstance(label, str) else json.dumps(label, sort_keys=True, ensure_ascii=False, default=str)
 
 
 def sample_indices(labels: Sequence[Any]) -> list[int]:
-    """How many earlier labels name the same query."""
+    """For each label, the number of earlier labels with the same query: the index of the sample in its group."""
     seen: Counter[str] = Counter()
     indices = []
     for label in labels:
@@ -109,7 +110,7 @@ def sample_indices(labels: Sequence[Any]) -> list[int]:
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: itself, or the last message of the assistant."""
+    """The text of a completion: a string, or the last assistant message of a list of messages."""
     if isinstance(completion, str):
         return completion
     messages = [message for message in completion if message.get("role") == "assistant"]
@@ -117,14 +118,14 @@ def text_of(completion: Any) -> str:
 
 
 def content_text(content: Any) -> str:
-    """The text of a message, whose content may be a list of parts."""
+    """The text of a message's content: a string, or a list of parts `{"text"}`, which are concatenated."""
     if isinstance(content, str) or content is None:
         return content or ""
     return "".join(part.get("text") or "" for part in content)
 
 
 def messages_of(prompt: Any) -> list[dict[str, str]] | None:
-    """The messages of a conversational prompt; None for a text."""
+    """The messages of a conversational prompt; None for a prompt that is a string."""
     if prompt is None or isinstance(prompt, str):
         return None
     return [{"role": message["role"], "content": content_text(message.get("content"))} for message in prompt]
@@ -140,7 +141,7 @@ def request(
     n_tokens: int = 0,
     truncated: bool = False,
 ) -> dict[str, Any]:
-    """A request of `Scorer.score`. `prompt` are the messages that the policy answered; a text is no conversation and is left out."""
+    """A request for `Scorer.score`. `prompt`: the messages that the policy got; a prompt that is a string is left out."""
     return {
         "query": label,
         "response": response,
@@ -153,7 +154,7 @@ def request(
 
 
 def total_of(result: Score | Rejection) -> float | None:
-    """The total; None for a rejection, which is counted."""
+    """The total of a score; None for a rejection. Counts the rejection in `rejections`."""
     if isinstance(result, Score):
         return result.total
     rejections[result.code] += 1
@@ -161,10 +162,7 @@ def total_of(result: Score | Rejection) -> float | None:
 
 
 def total_or_raise(result: Score | Rejection) -> float:
-    """The total.
-
-    Raises SampleRejected for a rejection, which is counted.
-    """
+    """The total of a score. Raises SampleRejected for a rejection and counts it in `rejections`."""
     if isinstance(result, Score):
         return result.total
     rejections[result.code] += 1
@@ -172,10 +170,11 @@ def total_or_raise(result: Score | Rejection) -> float:
 
 
 class MicroBatcher:
-    """Joins requests of an event loop that arrive within `window_ms` into one call of a scorer, in a thread.
+    """Dynamic batching: collects the requests of an event loop for `window_ms`, or until there are `max_batch`, and scores
+    them in one call, in a thread.
 
-    With a `group_size` above 1, requests of one group wait for each other, at most `group_timeout_ms`, and are in one
-    call: for rewards that score groups.
+    With `group_size` above 1, the requests of one group are held until the group is complete, at most `group_timeout_ms`, and
+    are scored in the same call. Rewards that score groups need this.
     """
 
     def __init__(
@@ -191,12 +190,12 @@ class MicroBatcher:
         self.max_batch = max_batch
         self.group_size = group_size
         self.group_timeout_ms = group_timeout_ms
-        #: Requests that wait, of each event loop: loops of two threads share a batcher.
+        #: Queued requests by event loop: a batcher may be used by event loops in several threads.
         self._waiting: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waiting] = weakref.WeakKeyDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def score(self, request: dict[str, Any], group: Hashable = None) -> Score | Rejection:
-        """The result of one request. Raises the error of this request or its group; one that another request has does not count."""
+        """Scores one request. Raises only errors of this request or its group, not those of other requests in the batch."""
         loop = asyncio.get_running_loop()
         waiting = self._waiting.setdefault(loop, _Waiting())
         result: asyncio.Future[Score | Rejection] = loop.create_future()
@@ -226,17 +225,17 @@ class MicroBatcher:
 
     def _flush(self, loop: asyncio.AbstractEventLoop, queue: _Queue) -> None:
         task = loop.create_task(self._call(queue.take()))
-        # The loop holds tasks weakly.
+        # An event loop keeps only weak references to its tasks.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _call(self, entries: list[_Entry]) -> None:
         try:
             results = await asyncio.to_thread(self.scorer.score, [entry.request for entry in entries])
-        except Exception as error:  # whatever it is, it belongs to the callers
+        except Exception as error:  # raised in the callers of `score`
             parts = _parts(entries)
             if len(parts) > 1 and isinstance(error, (QuerlError, TypeError, ValueError)):
-                # One request, such as one with an unknown label, fails the call: the others do not fail with it.
+                # One invalid request, for example with an unknown label, fails the call. Scoring each part alone isolates it.
                 await asyncio.gather(*[self._call(part) for part in parts])
                 return
             for entry in entries:
@@ -250,7 +249,7 @@ class MicroBatcher:
 
 @dataclasses.dataclass
 class _Entry:
-    """A request that waits; with a group, for the others of it."""
+    """A queued request with its future, and its group if requests of a group are scored together."""
 
     request: dict[str, Any]
     result: asyncio.Future[Score | Rejection]
@@ -258,7 +257,7 @@ class _Entry:
 
 
 def _parts(entries: list[_Entry]) -> list[list[_Entry]]:
-    """Each entry alone, those of one group together."""
+    """Splits a batch into its smallest independent parts: single entries, and complete groups."""
     groups: dict[Hashable, list[_Entry]] = {}
     for position, entry in enumerate(entries):
         key = ("", position) if entry.group is None else ("group", entry.group)
@@ -267,7 +266,7 @@ def _parts(entries: list[_Entry]) -> list[list[_Entry]]:
 
 
 class _Queue:
-    """Requests that wait, and the timer that ends the wait."""
+    """Queued requests, and the timer that sends them."""
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
@@ -281,7 +280,7 @@ class _Queue:
 
 
 class _Waiting:
-    """Requests of one event loop: those of the next call, and groups that are not complete."""
+    """Queued requests of one event loop: those of the next call, and incomplete groups."""
 
     def __init__(self) -> None:
         self.ready = _Queue()

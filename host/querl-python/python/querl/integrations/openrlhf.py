@@ -1,19 +1,18 @@
-"""OpenRLHF 0.11.2: `reward_func` for the form of `--reward.remote_url` that is a Python file.
+"""OpenRLHF 0.11.2: `reward_func`, for `--reward.remote_url` with a Python file.
 
     # reward.py
     from querl.integrations.openrlhf import reward_func
 
     QUERL_CONFIG=/path/of/querl.toml python -m openrlhf.cli.train_ppo_ray --reward.remote_url reward.py --data.label_key querl ...
 
-Interface: `openrlhf/utils/agent.py`, `SingleTurnAgentExecutor`: one sample for each call, in a thread. `queries` are
-prompt and response with special tokens, `prompts` the text that the policy got, `labels` the column of
-`--data.label_key`. Returned are tensors of `rewards`, of `scores`, by which dynamic filtering keeps prompts and which
-are the rewards, and `extra_logs`. The finish reason is not known: responses count as complete, as in the form over
-HTTP.
+Interface: `openrlhf/utils/agent.py`, `SingleTurnAgentExecutor`: one call per sample, in a thread. `queries`: prompt and
+response, decoded with special tokens. `prompts`: the text of the prompt. `labels`: the column `--data.label_key`. The
+result has the tensors `rewards` and `scores` (equal; dynamic filtering reads `scores`), of shape (n,), and `extra_logs`.
+OpenRLHF does not pass the finish reason, so every response counts as complete.
 
-OpenRLHF has no reward that means none. With `--algo.dynamic_filtering_enable` set QUERL_REJECTED=drop: a rejected
-sample is NaN, which is within no range of scores, so its prompt is replaced by another one. Without the filter NaN
-would spoil the step; then a rejection raises `SampleRejected`, OpenRLHF logs it, and the training ends.
+OpenRLHF cannot represent a sample without a reward. With `--algo.dynamic_filtering_enable`, set QUERL_REJECTED=drop: a
+rejected sample gets NaN, which is outside of the filter's score range, so OpenRLHF samples another prompt instead.
+Without dynamic filtering NaN would reach the loss; then a rejection raises `SampleRejected`, which ends the training.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 from .._querl import QuerlError
 from . import Config, open_scorer, request, sample_indices, total_of, total_or_raise
 
-#: What ends a turn or a sequence: those of `querl serve reward`. Qwen; Llama 3; Llama 2 and Mistral; Gemma; Phi; DeepSeek.
+#: End-of-turn and end-of-sequence tokens, the same as in `querl serve reward`. Qwen; Llama 3; Llama 2 and Mistral; Gemma; Phi; DeepSeek.
 END_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -47,9 +46,9 @@ def reward_func(
     config: Config = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """Totals of the responses in `queries`.
+    """Scores the responses in `queries`.
 
-    Raises SampleRejected for a rejection, unless QUERL_REJECTED is `drop`.
+    A rejection raises SampleRejected, or gives NaN if QUERL_REJECTED is `drop`.
     """
     import torch
 
@@ -70,9 +69,9 @@ def _nan_for_rejection(result: Any) -> float:
 
 
 def response_of(query: str, prompt: str) -> str:
-    """The response in a decoded sequence, without the end tokens that it ends with."""
+    """The response in a decoded sequence, without trailing end tokens."""
     if not query.startswith(prompt):
-        # OpenRLHF cuts the beginning of a long prompt from the sequence, but not from `prompts`.
+        # OpenRLHF truncates the start of a long prompt in the sequence, but not in `prompts`.
         raise QuerlError("the sequence does not begin with its prompt; raise --data.max_len, or leave long prompts out")
     response = query[len(prompt) :]
     while (end := next((token for token in END_TOKENS if response.endswith(token)), None)) is not None:

@@ -5,15 +5,17 @@
 
     QUERL_CONFIG=querl.toml swift rlhf --rlhf_type grpo --external_plugins plugin.py --reward_funcs querl ...
 
-Name a file of your own, not this one: ms-swift adds its folder to `sys.path`, and this folder has a `trl.py`.
+Pass your own file to `--external_plugins`, not this one: ms-swift adds the file's folder to `sys.path`, and this folder
+has a `trl.py`, which would shadow TRL.
 
 Interface: `swift/rewards/orm.py` (`ORM`, `AsyncORM`, `orms`) and `swift/rl_core/grpo_algorithm.py`,
-`compute_rewards_per_func`: completions as texts, each dataset column as a list, and `messages`, `prompt_id`,
-`is_truncated`, `response_token_ids`, `trainer_state`. Its advantages (`swift/rl_core/advantage.py`) sum rewards with
-`nansum`, where None counts as 0. A rejected sample gets the mean of the other samples of its group instead: its
-advantage is 0, and the baseline of its group is that of the others. It adds nothing to the deviation of its group but
-counts in it: with `scale_rewards` by group the deviation is smaller, and the advantages of the others are larger by
-`sqrt((n - 1) / (n - 1 - n_rejected))` for a group of n.
+`compute_rewards_per_func`, which passes completions as strings, each dataset column as a list, and `messages`,
+`prompt_id`, `is_truncated`, `response_token_ids`, `trainer_state`.
+
+ms-swift sums rewards with `nansum` (`swift/rl_core/advantage.py`), so None would count as 0. A rejected sample therefore
+gets the mean reward of the other samples of its group: its advantage is 0 and the mean of the group does not change. The
+standard deviation of the group becomes smaller, so with `scale_rewards` by group the advantages of the other samples are
+larger by `sqrt((n - 1) / (n - 1 - n_rejected))` for a group of n.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from . import Config, label_key, label_of, open_scorer, request, sample_indices,
 
 
 class QuerlReward(ORM):  # type: ignore[misc]
-    """Scores a batch of completions."""
+    """ms-swift reward function `querl`: scores a batch of completions."""
 
-    #: For a subclass with another configuration than that of QUERL_CONFIG.
+    #: Configuration; a subclass may set it in place of QUERL_CONFIG.
     config: Config = None
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
@@ -40,13 +42,13 @@ class QuerlReward(ORM):  # type: ignore[misc]
         self.scorer = open_scorer(self.config)
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
-        """One number for each completion; None where all of a group were rejected."""
+        """One reward per completion; None if all completions of its group were rejected."""
         requests, groups = _requests(completions, columns)
         return _rewards(self.scorer.score(requests), groups)
 
 
 class AsyncQuerlReward(AsyncORM):  # type: ignore[misc]
-    """The same in a thread, concurrently with other asynchronous reward functions."""
+    """ms-swift reward function `querl_async`: scores in a thread, concurrently with other asynchronous reward functions."""
 
     config: Config = None
 
@@ -60,7 +62,7 @@ class AsyncQuerlReward(AsyncORM):  # type: ignore[misc]
 
 
 def _requests(completions: list[Any], columns: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """A request for each completion, and the group of each."""
+    """The request and the group of each completion."""
     n = len(completions)
     step = getattr(columns.get("trainer_state"), "global_step", None)
     lists = {name: values for name, values in columns.items() if isinstance(values, (list, tuple)) and len(values) == n}
@@ -82,7 +84,7 @@ def _requests(completions: list[Any], columns: dict[str, Any]) -> tuple[list[dic
 
 
 def _rewards(results: Sequence[Score | Rejection], groups: Sequence[str]) -> list[float | None]:
-    """Totals, with the mean of its group for each rejection."""
+    """The totals. A rejection gets the mean total of its group; None if the group has none."""
     totals = [total_of(result) for result in results]
     scored: defaultdict[str, list[float]] = defaultdict(list)
     for total, group in zip(totals, groups, strict=True):

@@ -1,13 +1,13 @@
-"""TRL 1.16: a reward function of `GRPOTrainer`, `RLOOTrainer` and `AsyncGRPOTrainer`.
+"""TRL 1.16: a reward function for `GRPOTrainer`, `RLOOTrainer` and `AsyncGRPOTrainer`.
 
     trainer = GRPOTrainer(model, reward_funcs=reward_function("querl.toml"), ...)
 
-Interface: `trl/trainer/grpo_trainer.py`, `GRPOTrainer._calculate_rewards`: keyword arguments, each dataset column as a
-list with a value for each completion, `trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. None
-becomes NaN: the completion is left out of the baseline of its group and has the advantage 0.
+Interface: `trl/trainer/grpo_trainer.py`, `GRPOTrainer._calculate_rewards`, which passes keyword arguments: each dataset
+column as a list with one value per completion, `trainer_state`, `log_extra(column, values)` and
+`log_metric(name, value)`. A reward of None becomes NaN: TRL leaves the completion out of its group's mean, and its advantage is 0.
 
-Each call logs the same names, whatever its batch has: every process gathers them one after another, and TRL's table of
-completions has a value for each completion in every column.
+Every call logs the same column and metric names, whatever its batch contains: TRL gathers the names one by one over all
+processes, and its table of completions needs one value per completion in each column.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import Config, label_of, open_scorer, request, sample_indices, text_of, t
 
 
 class RewardFunction:
-    """Scores a batch of completions. It can be pickled, as the worker of `AsyncGRPOTrainer` requires."""
+    """Scores a batch of completions. Can be pickled, which the worker process of `AsyncGRPOTrainer` requires."""
 
     def __init__(self, config: Config = None, *, eos_token_ids: Collection[int] = (), name: str = "querl") -> None:
         self.scorer = open_scorer(config)
@@ -39,7 +39,7 @@ class RewardFunction:
         trainer_state: Any = None,
         **columns: Any,
     ) -> list[float | None]:
-        """One total for each completion; None for a rejection."""
+        """One total per completion; None for a rejection."""
         n = len(completions)
         columns = {name: values for name, values in columns.items() if isinstance(values, (list, tuple)) and len(values) == n}
         labels = [label_of({name: values[index] for name, values in columns.items()}) for index in range(n)]
@@ -69,14 +69,15 @@ class RewardFunction:
         return [total_of(result) for result in results]
 
     def _is_truncated(self, tokens: list[int]) -> bool:
-        """As TRL decides it: the last token does not end the sequence. Unknown without the ids of these tokens."""
+        """As in TRL: the last token is not an end-of-sequence token. False if `eos_token_ids` is empty."""
         return bool(self.eos_token_ids) and bool(tokens) and tokens[-1] not in self.eos_token_ids
 
 
 def reward_function(config: Config = None, *, eos_token_ids: Collection[int] = (), name: str = "querl") -> RewardFunction:
-    """A reward function over a configuration or a scorer.
+    """The reward function of a configuration or a scorer.
 
-    `eos_token_ids` are the tokens that end a completion, padding included: a completion without one at its end counts
-    as cut by the token limit. Without them no completion does.
+    eos_token_ids: ids of the end-of-sequence and padding tokens. A completion whose last token is not one of them counts as
+        truncated by the token limit. If empty, no completion counts as truncated.
+    name: name of the reward in TRL's metrics.
     """
     return RewardFunction(config, eos_token_ids=eos_token_ids, name=name)

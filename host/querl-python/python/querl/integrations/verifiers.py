@@ -1,4 +1,4 @@
-"""verifiers 0.4 and prime-rl: a taskset over the dataset of a run, and a reward function for other tasksets.
+"""verifiers 0.4 and prime-rl: a taskset with the queries of a run, and a reward function for other tasksets.
 
     # querl_rewrites/__init__.py, an installed package: verifiers loads a taskset from a top-level module
     from querl.integrations.verifiers import QuerlTaskset
@@ -6,12 +6,12 @@
 
     vf-eval querl-rewrites --env.taskset.task.config runs/demo --env.taskset.split val
 
-    # in a taskset of your own, whose data has the field `querl`
+    # the reward function in your own taskset, whose data has the field `querl`
     --env.taskset.task.rewards.querl.fn querl.integrations.verifiers:querl
 
-Interface: `verifiers/v1/task.py` (`Task.score`, `@vf.reward`), `taskset.py`, `trace.py`; 0.4 has no rubrics. Rewards see
-one trace, not its group. A rejection raises `SampleRejected`, which verifiers records as an error of the trace: the
-rollout failed, which is not a reward of 0.
+Interface: `verifiers/v1/task.py` (`Task.score`, `@vf.reward`), `taskset.py`, `trace.py`. A reward function gets one trace,
+not its group, so rewards that score groups cannot be used. A rejection raises `SampleRejected`; verifiers then records the
+rollout as failed, not as a reward of 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _batchers: dict[int, MicroBatcher] = {}
 
 
 async def score_trace(trace: vf.Trace, label: Any, config: str | None = None) -> float:
-    """The total of a trace's last response. Components become metrics of the trace: `querl/NAME`.
+    """Scores the last response of a trace. Records the components of the score as metrics `querl/NAME` of the trace.
 
     Raises SampleRejected for a rejection.
     """
@@ -62,7 +62,7 @@ def content_text_of(message: Any) -> str:
 
 
 async def querl(task: vf.TaskData, trace: vf.Trace) -> float:
-    """A reward for any task whose data has the field `querl`: the id of a query, or the query as JSON text."""
+    """Reward function for any task whose data has the field `querl`: the id of a query, or the query as JSON text."""
     label = getattr(task, "querl", None)
     if not label:
         raise QuerlError(f"the data of {type(task).__name__} has no field `querl`, which names the query")
@@ -73,18 +73,18 @@ class QuerlData(vf.TaskData):  # type: ignore[misc]
     """One query of a run."""
 
     querl: str
-    """Its id."""
+    """Id of the query."""
 
 
 class QuerlTaskConfig(vf.TaskConfig):  # type: ignore[misc]
     """`--env.taskset.task.*`"""
 
     config: str | None = None
-    """A `querl.toml` or a run directory; unset: the environment variable QUERL_CONFIG."""
+    """A `querl.toml` or a run directory; None: the environment variable QUERL_CONFIG."""
 
 
 class QuerlTask(vf.Task[QuerlData, vf.State, QuerlTaskConfig]):  # type: ignore[misc]
-    """One query, scored with the rewards of the configuration."""
+    """One query; its reward is the total of the configuration's reward plugins."""
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def querl(self, trace: vf.Trace) -> float:
@@ -99,7 +99,7 @@ class QuerlTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
 
 
 class QuerlTaskset(vf.Taskset[QuerlTask, QuerlTasksetConfig]):  # type: ignore[misc]
-    """The queries of a run whose data stages are finished, with the prompts of its policy."""
+    """The queries of a run with the policy's prompts. Requires the stages up to `convert`."""
 
     def load(self) -> Iterable[QuerlTask]:
         path = run_directory(self.config.task.config) / "data" / f"{self.config.split}.jsonl"
@@ -112,7 +112,7 @@ class QuerlTaskset(vf.Taskset[QuerlTask, QuerlTasksetConfig]):  # type: ignore[m
 
 
 def run_directory(config: str | None) -> Path:
-    """The run directory of a configuration, or itself."""
+    """`config` if it is a run directory, else the output directory of the configuration file."""
     path = Path(config_path(config))
     return path if path.is_dir() else Path(load_config(path)["output_dir"])
 
@@ -123,7 +123,7 @@ def dataset_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def prompt_of(messages: list[dict[str, str]]) -> tuple[str | None, list[Any]]:
-    """System prompt and messages of the user, without the teacher's rewrite at the end."""
+    """System prompt and the other messages, without the teacher's rewrite at the end."""
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     system = [message["content"] for message in messages if message["role"] == "system"]

@@ -1,24 +1,24 @@
-"""verl 0.9.1: a custom reward function, and a reward manager that joins samples into batches.
+"""verl 0.9.1: a custom reward function, and a reward manager that scores samples in batches.
 
     reward.custom_reward_function.path=pkg://querl.integrations.verl
     +reward.custom_reward_function.reward_kwargs.config=/path/of/querl.toml
 
-or, with batches, tokens, steps and groups:
+or the reward manager, which also passes token counts, steps and groups:
 
     reward.reward_manager.source=importlib reward.reward_manager.name=QuerlRewardManager
     reward.reward_manager.module.path=pkg://querl.integrations.verl
     +reward.reward_kwargs.querl.config=/path/of/querl.toml
 
-`verl_ray` keeps the workers that compute them alive.
+`verl_ray` restarts reward workers that died.
 
 Interface: `verl/trainer/ppo/reward.py` (`get_custom_reward_fn`, `load_reward_manager`),
-`verl/experimental/reward_loop/reward_manager/base.py` and `naive.py`. The query is in `extra_info["querl"]`, one text,
-since parquet pads missing keys of structs; else in `ground_truth`.
+`verl/experimental/reward_loop/reward_manager/base.py` and `naive.py`. The query is `extra_info["querl"]`, as JSON text
+because parquet pads missing keys of structs with null; else `ground_truth`.
 
-A rejection raises `SampleRejected`: verl has no score that means none, and no mask in the path of rewards. The trainer
-of `trainer.use_v1=true`, the default, then trains on the other samples of the group
-(`verl/trainer/ppo/v1/agent_loop_tq.py`, `_run_prompt`; in the async modes the group is replaced), and logs the
-exception with its code. The earlier trainer stops.
+A rejection raises `SampleRejected`, because verl has neither a missing score nor a mask for samples. With
+`trainer.use_v1=true` (the default) verl then logs the exception and trains on the other samples of the group
+(`verl/trainer/ppo/v1/agent_loop_tq.py`, `_run_prompt`); in the async modes it replaces the group. The earlier trainer
+stops.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from . import Config, MicroBatcher, label_of, open_scorer, rejections, request, 
 if TYPE_CHECKING:
 
     class RewardManagerBase:
-        """Stands for verl's class, which has no types."""
+        """Type stub of verl's class, which has no type annotations."""
 
         config: Any
         tokenizer: Any
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 else:
     try:
         from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-    except ImportError:  # `compute_score` needs nothing of verl
+    except ImportError:  # `compute_score` works without verl
         RewardManagerBase = object
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def compute_score(
     config: Config = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The total as `score`, and each component as `querl/NAME`. verl calls it in a thread, once for each sample.
+    """Returns the total as `score` and each component as `querl/NAME`. verl calls it in a thread, once per sample.
 
     Raises SampleRejected for a rejection.
     """
@@ -69,11 +69,11 @@ def compute_score(
 
 
 class QuerlRewardManager(RewardManagerBase):
-    """Scores samples in batches: those that arrive within some milliseconds are one call.
+    """Scores samples in batches: those that arrive within `window_ms` are scored in one call.
 
-    Options in `reward.reward_kwargs.querl`: `config`, `window_ms` (5), `max_batch` (64). For rewards that score groups:
-    `group_size`, which is `actor_rollout_ref.rollout.n`, `group_timeout_ms` (60000), and `reward.num_workers=1`, since
-    verl draws a worker for each sample.
+    Options in `reward.reward_kwargs.querl`, with defaults: `config` (QUERL_CONFIG), `window_ms` (5), `max_batch` (64),
+    `group_size` (1), `group_timeout_ms` (60000). Rewards that score groups need `group_size` equal to
+    `actor_rollout_ref.rollout.n`, and `reward.num_workers=1`, because verl chooses a random worker for each sample.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class QuerlRewardManager(RewardManagerBase):
         self.max_tokens = rollout.get("response_length")
 
     async def run_single(self, data: Any) -> dict[str, Any]:
-        """The score of the last sequence of a trajectory, as verl's own managers.
+        """Scores the last sequence of a trajectory, as verl's own managers do.
 
         Raises SampleRejected for a rejection.
         """

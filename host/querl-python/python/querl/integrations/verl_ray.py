@@ -1,12 +1,12 @@
-"""verl 0.9.1 on Ray: reward workers that are started again.
+"""verl 0.9.1 on Ray: reward workers that Ray restarts when they die.
 
     +actor_rollout_ref.rollout.agent.agent_loop_manager_class=querl.integrations.verl_ray.RestartingAgentLoopManager
 
-verl starts `reward.num_workers` actors once (`verl/experimental/reward_loop/reward_loop.py`, `_init_reward_loop_workers`) and draws one
-for each sample (`verl/experimental/agent_loop/agent_loop.py`, `_compute_score`). After the death of one, each sample that draws it fails,
-with asynchronous trainers its group too, until the end of the training. This manager of `trainer.use_v1=true`, the default, replaces them with actors of the
-same class that Ray starts again, on another machine where theirs is lost, and whose calls in flight it repeats. Scores do not depend on
-that: a call has no state.
+verl starts `reward.num_workers` actors once (`verl/experimental/reward_loop/reward_loop.py`, `_init_reward_loop_workers`) and chooses
+a random one for each sample (`verl/experimental/agent_loop/agent_loop.py`, `_compute_score`). If an actor dies, all later samples that
+are sent to it fail; with asynchronous trainers their groups fail too. This manager for `trainer.use_v1=true` (the default) replaces the
+actors by actors of the same class with `max_restarts` and `max_task_retries`: Ray restarts them, on another node if theirs is lost, and
+repeats their calls in flight. Calls are stateless, so a repeated call gives the same score.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
 __all__ = ["RestartingAgentLoopManager", "restarting_workers"]
 
-#: How often a call is repeated. Many: until Ray has noticed that a machine is lost, calls to it are repeated and fail. Not without limit: a
-#: sample that ends each process that scores it is an error in the end.
+#: `max_task_retries` of the actors. High, because calls to a lost node fail until Ray detects the loss. Finite, because a sample that
+#: crashes every worker has to fail in the end.
 MAX_TASK_RETRIES = 100
 
 
 def restarting_workers(config: Any, n_workers: int) -> list[Any]:
-    """Handles of reward workers that restart without limit, spread over the machines of the cluster as verl spreads its own."""
+    """Handles of reward workers with unlimited restarts, placed on the nodes of the cluster round-robin, as in verl."""
     node_ids = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
     workers = ray.remote(RewardLoopWorker)
     return [
         workers.options(
             max_restarts=-1,
             max_task_retries=MAX_TASK_RETRIES,
-            # Soft: a worker whose machine is lost starts on another one.
+            # Soft affinity: a worker whose node is lost restarts on another one.
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_ids[index % len(node_ids)], soft=True),
         ).remote(config, None)
         for index in range(n_workers)
@@ -41,7 +41,7 @@ def restarting_workers(config: Any, n_workers: int) -> list[Any]:
 
 
 class RestartingAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
-    """The default manager of agent loops, with `restarting_workers` for rewards. A reward model keeps the workers of verl."""
+    """verl's default agent loop manager with `restarting_workers`. With a reward model verl's own workers are kept."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Mirrors a run to an experiment tracker: metrics, sample rewrites and figures, while it is trained and afterwards.
+"""Mirrors a run to an experiment tracker, during training or afterwards: metrics, sample rewrites and evaluation results.
 
-`querl track` and `[tracking]` of a configuration run `python -m querl.track`, which reads the files of the run
-directory and never writes to them. What a tracker has is in `tracking/TRACKER.json` there: another start continues the
-same tracker run. docs/tracking.md describes names and behaviour. One module for each tracker has a `Tracker`.
+`querl track` and `[tracking]` of a configuration run `python -m querl.track`, which only reads the run's own files. It
+saves its position in `tracking/TRACKER.json` of the run directory, so that the next start continues the same tracker run.
+docs/tracking.md describes names and behaviour. Each tracker has a module with a subclass of `Tracker`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from typing import Any, ClassVar
 from .._figures import figures
 from ._files import FolderLock, GrowingLines, Ledger, State, digest_of, is_in_use, read_config
 
-#: Trackers by the name of their library, with the classes.
+#: Library name of each tracker, and the name of its `Tracker` subclass.
 TRACKERS = {"wandb": "Wandb", "mlflow": "Mlflow", "swanlab": "Swanlab", "trackio": "Trackio"}
 
-#: Metrics of an update under the names of the source plan, in addition to their own.
+#: Metrics of `rl` that are also logged under the names that verl uses.
 _SOURCE_NAMES = {"policy_loss": "actor/pg_loss", "value_loss": "critic/vf_loss", "clip_fraction": "actor/pg_clipfrac"}
-#: Stages with one line, which is replaced when they run again.
+#: Stages with one line in `metrics.jsonl`. A new run of the stage replaces the line.
 _ONE_LINE_STAGES = ("rewrite", "validate", "convert", "eval")
-#: Seconds between two looks at the files.
+#: Polling interval, in seconds.
 _POLL_S = 1.0
-#: Seconds before a tracker that failed is tried again; doubled each time, up to the second.
+#: First and longest wait before a failed tracker is retried, in seconds (exponential backoff).
 _RETRY_S = (5.0, 60.0)
 
-#: A row of a table of samples: `score` is None for a rejection, whose code is in `rejected`, `top1` where nothing was found.
+#: Columns of a table of sample rewrites. `score` is None for a rejection, whose code is in `rejected`. `top1` is the reranker score of the
+#: best hit, None without hits.
 SAMPLE_COLUMNS = ("step", "query", "rewrite", "teacher", "score", "rejected", "top1")
 Sample = tuple[int, str, str, str, float | None, str, float | None]
 
 
 class TrackingError(Exception):
-    """One sentence. `code` is the exit code: 2 for what the user can correct, 1 for a tracker that failed."""
+    """`code` is the exit code: 2 for a usage or configuration error, 1 for a failure of the tracker."""
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
@@ -47,9 +48,9 @@ class TrackingError(Exception):
 
 @dataclass(frozen=True)
 class TrackerRun:
-    """What a tracker run is opened for."""
+    """The arguments for opening a tracker run."""
 
-    #: Folder of the run directory for files of the tracker.
+    #: The folder `tracking` of the run directory, for files of the tracker.
     folder: Path
     project: str
     name: str
@@ -59,45 +60,45 @@ class TrackerRun:
 
 
 class Tracker(abc.ABC):
-    """A tracker run that is open. Values are finite."""
+    """An open tracker run. All logged values are finite."""
 
-    #: Name of the library, and of its package.
+    #: Name of the library and of its package.
     library: ClassVar[str]
-    #: Environment variables that name where runs are kept, and that offline mode does not read.
+    #: Environment variables that say where the tracker stores runs. Not used in offline mode.
     environment: ClassVar[tuple[str, ...]] = ()
-    #: What is logged is stored only after `flush`.
+    #: True if logged records are stored only after `flush`.
     is_buffered: ClassVar[bool] = False
-    #: A process that is killed may lose what its session logged, and what is logged again is left out where it is known.
+    #: True if a killed process may lose the records of its session, and the tracker ignores records that it already has.
     is_logged_again: ClassVar[bool] = False
-    #: Id with which the same tracker run is opened again.
+    #: Id of the tracker run, to open it again.
     id: str
 
     @abc.abstractmethod
     def __init__(self, run: TrackerRun, id: str | None) -> None:
-        """Opens the tracker run `id`, or a new one."""
+        """Opens the tracker run `id`; a new one if `id` is None."""
 
     @abc.abstractmethod
     def metrics(self, record: int, prefix: str, step: int, values: dict[str, float]) -> None:
-        """Logs a line of metrics. `record` counts calls from 1; `values` have the prefix (empty for `rl`) in their names."""
+        """Logs one line of metrics. `record`: number of the record, from 1. The names in `values` begin with `prefix`, empty for `rl`."""
 
     @abc.abstractmethod
     def samples(self, record: int, step: int, rows: list[Sample]) -> None:
-        """Logs rows with `SAMPLE_COLUMNS`."""
+        """Logs a table with the columns `SAMPLE_COLUMNS`."""
 
     @abc.abstractmethod
     def figures(self, record: int, version: int, values: dict[str, float]) -> None:
-        """Logs the figures of the evaluation; `version` counts from 1, where the evaluation is repeated."""
+        """Logs the results of `eval`. `version` counts evaluations of the run, from 1."""
 
     def flush(self) -> None:
-        """Returns when all that was logged is stored, where it `is_buffered`."""
+        """For trackers that are `is_buffered`: blocks until all logged records are stored."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the session; the tracker run counts as finished."""
+        """Ends the session and marks the tracker run as finished."""
 
 
 def tracker_class(name: str) -> type[Tracker]:
-    """Raises TrackingError where the library is not installed."""
+    """The `Tracker` subclass for a library. Raises TrackingError if the library is not installed."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -111,8 +112,10 @@ def tracker_class(name: str) -> type[Tracker]:
 
 
 def values_of(line: dict[str, Any]) -> tuple[str, dict[str, float]]:
-    """The prefix and the metrics of a line of `metrics.jsonl`: those of `rl` under their names and under those of the source
-    plan, those of other stages after `STAGE/`. Values that are null are left out.
+    """The prefix and the metrics of a line of `metrics.jsonl`.
+
+    Metrics of `rl` have no prefix; those of other stages have the prefix `STAGE/`. Some are also logged under verl's names.
+    Null values are left out.
     """
     values = {name: value for name, value in line.items() if name not in ("stage", "step") and _is_number(value)}
     values.update({name: values[own] for name, own in _SOURCE_NAMES.items() if own in values})
@@ -133,13 +136,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _sum(values: dict[str, float], count: str) -> float | None:
-    """Sum over all providers; None where there is none."""
+    """Sum of a counter over all providers; None without providers."""
     found = [value for name, value in values.items() if name.startswith("calls/") and name.endswith(f"/{count}")]
     return sum(found) if found else None
 
 
 def sample_of(record: dict[str, Any]) -> Sample:
-    """The row for a line of `episodes.jsonl`."""
+    """The table row for a line of `episodes.jsonl`."""
     episode, outcome = record["episode"], record.get("outcome") or {}
     policy, baseline = episode["policy"], episode.get("baseline") or {}
     hits = (policy.get("retrieval") or {}).get("hits") or []
@@ -149,7 +152,7 @@ def sample_of(record: dict[str, Any]) -> Sample:
 
 
 class Mirror:
-    """A run directory, and the tracker that it is mirrored to."""
+    """Mirrors one run directory to one tracker."""
 
     def __init__(
         self, directory: Path, to: str, project: str, name: str | None = None, *, offline: bool = False, n_samples: int = 8
@@ -168,15 +171,15 @@ class Mirror:
         self._episodes = GrowingLines(directory / "episodes.jsonl")
         self._tracker: Tracker | None = None
         self._n_seen: dict[str, int] = {}
-        #: The ledger with which lines were left out, since they may be of a training before.
+        #: The ledger for which lines were skipped because they may belong to an earlier training. Checked again when it changes.
         self._left_out_with: Ledger | None = None
         self._pending: list[Sample] = []
         self.n_logged = 0
 
     def begin(self, stop: threading.Event, *, wait: bool) -> bool:
-        """Takes the lock and reads the state. False where `stop` was set while it waited for another process.
+        """Acquires the lock and loads the state. Returns False if `stop` was set while waiting for another process.
 
-        Raises TrackingError where another process mirrors the run and `wait` is false.
+        Raises TrackingError if another process mirrors the run and `wait` is False.
         """
         while not self._lock.take():
             if not wait:
@@ -199,7 +202,7 @@ class Mirror:
         return True
 
     def mirror(self, stop: threading.Event, *, follow: bool) -> None:
-        """Logs what the tracker does not have. With `follow`, until no process works in the run directory or `stop` is set."""
+        """Logs all records that the tracker lacks. With `follow`, repeats until no process uses the run directory or `stop` is set."""
         retry_s = _RETRY_S[0]
         while True:
             is_running = is_in_use(self.directory)
@@ -207,7 +210,7 @@ class Mirror:
                 self._poll(stop, is_running)
                 retry_s = _RETRY_S[0]
             except TrackingError as error:
-                # What is wrong from the start is reported at once. Later the network may be gone for a while.
+                # A failure before the first record is reported at once. A later one is probably a temporary network failure: retry.
                 if not (follow and is_running and self.n_logged) or stop.is_set():
                     raise
                 print(f"warning: {error}; trying again in {retry_s:.0f} s", file=sys.stderr, flush=True)
@@ -241,7 +244,8 @@ class Mirror:
     def _poll_metrics(self, stop: threading.Event) -> Ledger:
         while True:
             is_first, lines = self._metrics.read()
-            # A stage that runs again removes its lines, then changes the ledger, then writes lines: read in this order.
+            # A stage that runs again removes its lines, changes the ledger and then writes new lines. Reading lines before the ledger
+            # makes sure that the lines are not newer than the ledger.
             ledger = Ledger.read(self.directory)
             if lines and self._has_other_inputs(ledger):
                 self._begin_again()
@@ -277,12 +281,12 @@ class Mirror:
         return ledger
 
     def _has_other_inputs(self, ledger: Ledger) -> bool:
-        """Whether a training stage that the tracker has lines of runs or ran again on other inputs."""
+        """True if a training stage with logged lines was started again with other inputs."""
         known = self.state.inputs.items()
         return any(self.state.position.n_lines.get(stage) and ledger.inputs(stage) != inputs for stage, inputs in known)
 
     def _begin_again(self) -> None:
-        """A new tracker run, from the first line."""
+        """Starts a new tracker run and reads all files from the first line."""
         if self._tracker is not None:
             self._ask(self._tracker.close)
             self._tracker = None
@@ -303,7 +307,7 @@ class Mirror:
                 self._pending.append(sample)
                 if len(self._pending) == self.n_samples:
                     self._log_samples(stop)
-        # That of a running evaluation may get further rows.
+        # The table of a validation that is still running may get more rows.
         if self._pending and not is_running:
             self._log_samples(stop)
 
@@ -352,7 +356,7 @@ class Mirror:
             self.state.save(self._state_path)
 
     def _discard(self) -> None:
-        """Gives up the session after a failure; what was logged and not stored is logged again."""
+        """Closes the session after a failure and returns to the saved position: records that were not stored are logged again."""
         is_closed = True
         try:
             if self._tracker is not None:
@@ -370,7 +374,7 @@ class Mirror:
         self._episodes.rewind()
 
     def _ask(self, function: Any, *args: Any) -> Any:
-        """Calls a library, which raises whatever it likes."""
+        """Calls a tracker library and converts all of its exceptions to TrackingError."""
         try:
             return function(*args)
         except TrackingError:

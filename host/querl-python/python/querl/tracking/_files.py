@@ -1,4 +1,4 @@
-"""What tracking reads of a run directory, and the file that it writes there. docs/files.md describes the files."""
+"""The files of a run directory that tracking reads, and its own state file. docs/files.md describes the files."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import IO, Any
 
 try:
     import fcntl
-except ImportError:  # not on Unix: a run counts as finished, and nothing keeps a second process out
+except ImportError:  # not on Unix: every run counts as finished, and there are no locks
     fcntl = None  # type: ignore[assignment]
 
 
 class GrowingLines:
-    """New whole lines of a file that another process appends to, truncates and replaces."""
+    """Reads the new complete lines of a file that another process appends to, truncates and replaces."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rewind()
 
     def rewind(self) -> None:
-        """The next `read` begins with the first line."""
+        """Makes the next `read` start at the first line."""
         self._offset = 0
-        #: The last line that was read: another one in its place shows that the file was truncated or replaced.
+        #: The last line that was read. If the file has other bytes at this offset, it was truncated or replaced.
         self._last = b""
 
     def read(self) -> tuple[bool, list[bytes]]:
-        """Whether these lines begin with the first one, and the lines. The line of an unfinished write is left for later."""
+        """Returns whether the lines start at the beginning of the file, and the new lines. An incomplete last line is not read yet."""
         try:
             with self.path.open("rb") as file:
                 if self._offset and not self._is_same(file):
@@ -56,17 +56,17 @@ class GrowingLines:
 
 @dataclass
 class Position:
-    """What a tracker has of a run."""
+    """The records of a run that a tracker has."""
 
-    #: Records: lines of metrics, tables of samples, sets of figures.
+    #: Number of records: lines of metrics, tables of samples, evaluations.
     n_records: int = 0
-    #: Lines of each training stage.
+    #: Number of logged lines of each training stage.
     n_lines: dict[str, int] = field(default_factory=dict)
-    #: Digest of the one line of each other stage, which is replaced when the stage runs again.
+    #: Digest of the logged line of each other stage, to notice that a new run of the stage replaced it.
     lines: dict[str, str] = field(default_factory=dict)
-    #: Step of the last evaluation whose samples it has.
+    #: Step of the last validation whose samples were logged.
     sample_step: int = -1
-    #: Digest of `eval.json`.
+    #: Digest of the logged `eval.json`.
     figures: str = ""
     n_figures: int = 0
 
@@ -79,25 +79,25 @@ _FORMAT = 1
 
 @dataclass
 class State:
-    """`tracking/TRACKER.json`: the tracker run that mirrors this run, and how far."""
+    """`tracking/TRACKER.json`: the tracker run that mirrors this run, and the position reached."""
 
-    #: Digest of project, name, and where the tracker keeps runs: with another one a new tracker run begins.
+    #: Digest of project, name and the tracker's storage location. A change starts a new tracker run.
     target: str = ""
     #: Id of the tracker run; None before it exists.
     id: str | None = None
-    #: Tracker runs so far: a training on other inputs begins a new one.
+    #: Number of tracker runs so far. Training on other inputs starts a new one.
     n_runs: int = 0
     #: Digest of the inputs of each training stage.
     inputs: dict[str, str] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
-    #: The position at which an open session began, for trackers that may lose the end of a session that is killed.
+    #: The position at which the open session began, for trackers that may lose records if the process is killed.
     session: Position | None = None
 
     @classmethod
     def load(cls, path: Path) -> State:
-        """A missing file is a new state.
+        """Loads the file; a missing file gives a new state.
 
-        Raises ValueError for a file that cannot be used.
+        Raises ValueError for another format.
         """
         try:
             record = json.loads(path.read_bytes())
@@ -111,20 +111,20 @@ class State:
         return state
 
     def save(self, path: Path) -> None:
-        """Replaces the file."""
+        """Replaces the file atomically."""
         written = path.with_name(f".{path.name}.new")
         written.write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n")
         os.replace(written, path)
 
 
 class FolderLock:
-    """Keeps other processes from mirroring the same run to the same tracker."""
+    """File lock that prevents two processes from mirroring the same run to the same tracker."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
 
     def take(self) -> bool:
-        """False where another process has it."""
+        """Tries to acquire the lock. Returns False if another process holds it."""
         if fcntl is None:
             return True
         try:
@@ -138,7 +138,7 @@ class FolderLock:
 
 
 def is_in_use(directory: Path) -> bool:
-    """Whether a querl process works in the run directory, whose lock it holds."""
+    """True if a querl process holds the lock of the run directory."""
     if fcntl is None:
         return False
     try:
@@ -153,7 +153,7 @@ def is_in_use(directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Entries of `stages.json` by stage; none before the first stage, and in folders without a ledger."""
+    """The entries of `stages.json` by stage; empty if the file does not exist."""
 
     stages: dict[str, Any]
 
@@ -165,19 +165,19 @@ class Ledger:
             return cls({})
 
     def inputs(self, stage: str) -> str:
-        """Digest of the inputs of a stage that began."""
+        """Digest of the inputs with which a stage was started."""
         return digest_of(self.stages.get(stage, {}).get("inputs"))
 
     def is_finished(self, stage: str) -> bool:
         return stage not in self.stages or bool(self.stages[stage].get("finished"))
 
     def is_current(self, stage: str) -> bool:
-        """False where the stage ran with a model of `sft` or `rl` that is trained again, or was since."""
+        """False if the stage used a model of `sft` or `rl` that is being trained again or was trained again since."""
         inputs = self.stages.get(stage, {}).get("inputs", {})
         for other in ("sft", "rl"):
             used, outputs = inputs.get(f"best of {other}"), self.stages.get(other, {}).get("outputs", {})
             folder = f"{other}/best/"
-            # As `Outputs::digest` of querl-pipeline: the files directly in the folder.
+            # As `Outputs::digest` of querl-pipeline: only files directly in the folder.
             files = sorted(f"{name.removeprefix(folder)} {file['sha256']}" for name, file in outputs.items() if _is_in(name, folder))
             if used is not None and not self.is_finished(other):
                 return False
@@ -191,13 +191,13 @@ def _is_in(name: str, folder: str) -> bool:
 
 
 def digest_of(value: Any) -> str:
-    """Of bytes, or of the JSON of a value: enough to see a change."""
+    """First 64 bits of the SHA-256 of bytes, or of a value's JSON, in hexadecimal. For change detection only."""
     content = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The resolved configuration without `[tracking]`; empty before the first stage, and on Python 3.10, which has no TOML."""
+    """The resolved configuration without `[tracking]`; empty before the first stage, and on Python 3.10, which has no `tomllib`."""
     if sys.version_info >= (3, 11):
         import tomllib
 

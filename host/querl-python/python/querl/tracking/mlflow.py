@@ -1,7 +1,7 @@
-"""MLflow 3. Server: MLFLOW_TRACKING_URI, with its other variables for keys.
+"""MLflow 3. Server: MLFLOW_TRACKING_URI; credentials: MLflow's other environment variables.
 
-Offline, and without that variable, runs are in `tracking/mlflow.db` of the run directory: a database, since the older
-folder of files cannot have both `val/reward` and `val/reward/win`.
+Offline, or without MLFLOW_TRACKING_URI, runs are stored in `tracking/mlflow.db` of the run directory. MLflow's older file
+store cannot be used: it cannot have both the metrics `val/reward` and `val/reward/win`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlflow.entities import Metric, Param
 
 from . import SAMPLE_COLUMNS, Sample, Tracker, TrackerRun, TrackingError
 
-#: Most metrics and parameters of one request.
+#: Limits of one MLflow request.
 _MAX_METRICS, _MAX_PARAMS = 1000, 100
 
 
@@ -56,7 +56,7 @@ class Mlflow(Tracker):
             self._client.log_batch(self.id, metrics=metrics[at : at + _MAX_METRICS])
 
     def samples(self, record: int, step: int, rows: list[Sample]) -> None:
-        # The form of `mlflow.log_table`, which reads the file and writes it again.
+        # The file format of `mlflow.log_table`, which itself would download and rewrite the file.
         self._client.log_dict(self.id, {"columns": SAMPLE_COLUMNS, "data": rows}, f"samples/step-{step:06}.json")
 
     def figures(self, record: int, version: int, values: dict[str, float]) -> None:
@@ -67,7 +67,7 @@ class Mlflow(Tracker):
 
 
 def _name(name: str) -> str:
-    """MLflow allows letters, digits and `_-./: `."""
+    """Replaces characters that MLflow does not allow in names."""
     return re.sub(r"[^\w\-./: ]", "_", name)
 
 

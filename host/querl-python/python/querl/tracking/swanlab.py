@@ -1,8 +1,8 @@
 """SwanLab 0.10. Key: SWANLAB_API_KEY, or `swanlab login`.
 
-Offline, each start writes another folder `run-*-ID` below `tracking/swanlab` of the run directory, and `swanlab sync`
-uploads them into the same experiment. SwanLab writes its file through a buffer: the end of what a killed process has
-logged is missing, so it is logged again; SwanLab leaves out steps that an experiment has.
+Offline, each start writes a new folder `run-*-ID` in `tracking/swanlab` of the run directory; `swanlab sync` uploads all of
+them to the same experiment. SwanLab buffers its file, so a killed process loses the last records of its session. The
+next start logs that session again; SwanLab ignores steps that the experiment already has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Swanlab(Tracker):
 
     def __init__(self, run: TrackerRun, id: str | None) -> None:
         self.id = id or uuid.uuid4().hex[:16]
-        # Without monitoring of this process and its packages.
+        # Disables monitoring of this process and its packages.
         probe = {"monitor": False, "requirements": False, "git": False, "runtime": False}
         mode: Any = "offline" if run.offline else None
         self._run = swanlab.init(

@@ -1,7 +1,7 @@
-"""Trackio 0.43. On this machine (TRACKIO_DIR); TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name a Space or a server.
+"""Trackio 0.43. Local by default (TRACKIO_DIR); TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name a Space or a server.
 
-A run is opened again by its name, which has a suffix for that reason. Trackio sends from a thread that a killed process
-loses: a session is closed after each batch, and opened with the next one.
+Trackio identifies runs by name, so the name gets a random suffix. It sends records in a background thread, and a killed
+process loses unsent ones. Therefore each batch has its own session, which is closed after the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Trackio(Tracker):
     def __init__(self, run: TrackerRun, id: str | None) -> None:
         self.id = id or f"{run.name}-{uuid.uuid4().hex[:6]}"
         self._project = run.project
-        #: Given once, with the first session of a new run.
+        #: Passed with the first session of a new run only.
         self._config = run.config if id is None else None
         self._session: Any = None
         if run.offline:

@@ -1,9 +1,9 @@
 """Weights & Biases (wandb 0.31). Key: WANDB_API_KEY, or `wandb login`.
 
-Its step is the number of the record, which only grows; charts have the step of the stage as their axis. The server
-leaves out records whose step it has, so those of a session that was killed are logged again: wandb may not have written
-them. Offline, each start writes another folder `offline-run-*` with the same id, and `wandb sync` uploads them one after
-another.
+W&B steps must increase, so the W&B step is the number of the record, and charts use the step of the stage as x axis. A
+killed process may lose the last records of its session. The next start logs that session again; the server ignores
+records whose step it already has. Offline, each start writes a new folder `offline-run-*` with the same id; upload them
+with `wandb sync`, one after another.
 """
 
 from __future__ import annotations

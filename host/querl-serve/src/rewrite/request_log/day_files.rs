@@ -19,7 +19,7 @@ pub(super) struct Bounds {
 pub(super) struct DayFiles {
     folder: PathBuf,
     bounds: Bounds,
-    /// Bytes by day.
+    /// Size in bytes by day.
     sizes: BTreeMap<String, u64>,
     /// The last day that was written to.
     today: String,
@@ -86,14 +86,14 @@ impl DayFiles {
                 Unwritten { n_beyond_limit, failed: None }
             }
             Err(error) => {
-                // A part of the lines may have been written; a later line would follow the half of one.
+                // Removes lines that were partly written, so that later lines do not follow an incomplete one.
                 let _ = file.set_len(n_bytes);
                 Unwritten { n_beyond_limit, failed: Some((n_lines - n_beyond_limit, error)) }
             }
         }
     }
 
-    /// Whether `n_bytes` more can be written on a day, once the oldest days before it are removed.
+    /// Removes the oldest earlier days if necessary. Returns true if `n_bytes` more can be written on this day.
     fn has_room(&mut self, day: &str, n_bytes: u64) -> bool {
         loop {
             let n_used: u64 = self.sizes.values().sum();
@@ -134,7 +134,7 @@ impl DayFiles {
     }
 }
 
-/// Opens a file for appending and ends a line that a killed server left without its end. The file and its length.
+/// Opens a file for appending, and terminates an incomplete line of a killed server. Returns the file and its length.
 fn open_at_end(path: &Path) -> io::Result<(File, u64)> {
     let mut options = OpenOptions::new();
     options.read(true).append(true).create(true);

@@ -34,9 +34,9 @@ pub struct DeviceSizes {
 /// How matrix products read a base of fewer bits than bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PackedProducts {
-    /// The kernel dequantises the weight block by block.
+    /// The kernel dequantizes the weight block by block.
     Direct,
-    /// Each weight is dequantised to bf16 before its matrix product, in one buffer for all weights.
+    /// Each weight is dequantized to bf16 before its matrix product, into one buffer for all weights.
     Widened,
 }
 
@@ -80,7 +80,7 @@ impl DeviceSizes {
 /// Residuals, adapters, gradients and moments are f32 on every device.
 const SUM_BYTES: usize = 4;
 
-/// A logit in f32 and its gradient in bf16.
+/// Bytes of a logit in f32 and its gradient in bf16.
 const LOGIT_BYTES: usize = 6;
 
 /// What the memory plan of a stage depends on.
@@ -199,7 +199,7 @@ impl MemoryPlan {
         let rank = stage.lora().lora_rank;
         let saved = saved_bytes_of_row(shapes, rank, types.value_bytes);
         let row_of_layer = (shapes.hidden_size * SUM_BYTES) as u64;
-        // With gradient checkpointing each layer saves its input only, and one at a time has all activations.
+        // With gradient checkpointing each layer saves only its input, and one layer at a time has all activations.
         let saved = match model.gradient_checkpointing {
             true => (n_layers * row_of_layer + saved) * n_rows,
             false => n_layers * saved * n_rows,
@@ -249,7 +249,7 @@ impl MemoryPlan {
     }
 }
 
-/// Tokens of the largest micro-batch: the limit, unless a step has fewer or a single row more.
+/// Number of tokens of the largest micro-batch: the limit, unless a step has fewer or a single row has more.
 fn tokens_of_pass(request: &MemoryRequest) -> u64 {
     let longest = request.stage.longest_row();
     let of_step = request.stage.rows_of_step().saturating_mul(longest);
@@ -259,8 +259,8 @@ fn tokens_of_pass(request: &MemoryRequest) -> u64 {
 fn base_of(request: &MemoryRequest) -> u64 {
     let stored = base_bytes(&request.shapes, request.model.dtype);
     match &request.stage {
-        // Values, their gradients, those of a pass, two moments: all f32, whatever the dtype of a frozen base; and the copies that
-        // kernels read. Embedding and head are included.
+        // Values, gradients, gradients of the current pass, and two moments: all f32, whatever the dtype of a frozen base; and the copies
+        // that kernels read. Embedding and head are included.
         PlannedStage::Sft { config, .. } if config.method == TuningMethod::Full => {
             let values = base_bytes(&request.shapes, BaseDtype::F32);
             values * 5 + values / SUM_BYTES as u64 * request.types.weight_copy_bytes
@@ -280,7 +280,7 @@ fn adapters_of(request: &MemoryRequest, parameters: u64) -> u64 {
             let has_critic = config.algorithm == querl_core::config::RlAlgorithm::Ppo;
             let critic = if has_critic && config.critic == CriticKind::Adapter { trained } else { 0 };
             let snapshot = usize::from(config.off_by_one);
-            // The policy, its reference, the copy that generation reads.
+            // The policy, the reference, and the copy for generation.
             trained + (1 + 1 + snapshot) * SUM_BYTES + critic
         }
     };
@@ -290,7 +290,7 @@ fn adapters_of(request: &MemoryRequest, parameters: u64) -> u64 {
 fn widened_of(MemoryRequest { shapes, model, stage, types, .. }: &MemoryRequest) -> u64 {
     let is_full = matches!(stage, PlannedStage::Sft { config, .. } if config.method == TuningMethod::Full);
     let is_packed = matches!(model.dtype, BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4);
-    // The engine has a stream of its own, concurrent with training: each has a buffer.
+    // The engine has a separate stream that runs concurrently with training, and each stream has a buffer.
     let n_places = 1 + u64::from(stage.generates());
     match types.packed == PackedProducts::Widened && is_packed && !is_full {
         true => n_places * 2 * largest_linear(shapes),
@@ -314,7 +314,7 @@ fn cache_of(request: &MemoryRequest) -> u64 {
     )
 }
 
-/// As [`cache_of`], for decode steps.
+/// The memory of decode steps.
 fn decoding_of(request: &MemoryRequest) -> u64 {
     let PlannedStage::Rl { config, longest_prompt, lora } = &request.stage else { return 0 };
     kv_cache_room(config, *longest_prompt, request.n_copies()).work_bytes(&request.shapes, lora.lora_rank)
@@ -489,7 +489,7 @@ fn smallest_passes(request: &MemoryRequest) -> MemoryRequest {
     with(request, |request| request.model.tokens_per_pass = request.stage.longest_row().next_multiple_of(STEP_OF_PASS))
 }
 
-/// The largest passes that fit: every part of a plan grows with them, so halving finds them.
+/// The largest passes that fit, by bisection: every part of a plan grows with the size of passes.
 fn smaller_passes(request: &MemoryRequest, free_bytes: u64) -> Option<MemoryRequest> {
     let of = |steps: usize| with(request, |request| request.model.tokens_per_pass = steps * STEP_OF_PASS);
     let mut fitting = request.stage.longest_row().div_ceil(STEP_OF_PASS);
@@ -505,7 +505,7 @@ fn smaller_passes(request: &MemoryRequest, free_bytes: u64) -> Option<MemoryRequ
     Some(of(fitting))
 }
 
-/// Half as many queries of a batch, and half of that, as long as there are some.
+/// Halves the number of queries per batch until the plan fits.
 fn smaller_batches(request: &MemoryRequest, free_bytes: u64) -> Option<MemoryRequest> {
     let PlannedStage::Rl { config, .. } = &request.stage else { return None };
     let sizes = std::iter::successors(Some(config.batch_size / 2), |size| Some(size / 2)).take_while(|size| *size > 0);
@@ -520,11 +520,11 @@ fn smaller_batches(request: &MemoryRequest, free_bytes: u64) -> Option<MemoryReq
     sizes.map(of).find_map(|request| fits(request, free_bytes))
 }
 
-/// The most bits that fit and that the device can store.
+/// The dtype with the most bits that fits and that the device supports.
 fn smaller_storage(request: &MemoryRequest, free_bytes: u64) -> Option<MemoryRequest> {
     let base = |dtype| with(request, |request| request.model.dtype = dtype);
     let now = MemoryPlan::new(request).base;
-    // The devices that hold the model together must be able to split it.
+    // The tensor-parallel devices must be able to shard it.
     let can_be_split = |dtype: &BaseDtype| Shard::check(request.model.tensor_parallel, &request.shapes, *dtype).is_ok();
     let storages = request.types.storages.iter().copied().filter(can_be_split);
     let mut smaller = storages.map(base).filter(|request| MemoryPlan::new(request).base < now);

@@ -43,13 +43,13 @@ fn the_base_is_the_published_number_of_weights() {
     assert!((32.7e9..32.8e9).contains(&(n_weights as f64)), "{n_weights}");
     assert_eq!(base_bytes(&large(), BaseDtype::Bf16), 2 * (64 * layer + tables) + 4 * small);
     assert_eq!(base_bytes(&large(), BaseDtype::F32), 4 * n_weights);
-    // 16 values of 4 bits and a scale of 4 bytes for 64 weights.
+    // 4 bits per weight, and a scale of 4 bytes per 64 weights.
     assert_eq!(base_bytes(&large(), BaseDtype::Nf4), 64 * (layer / 2 + layer / 16) + 2 * tables + 4 * small);
 }
 
 #[test]
 fn an_adapter_has_the_weights_that_peft_counts() {
-    // print_trainable_parameters() of a LoRA of rank 16 on all linear layers of these shapes.
+    // The number that PEFT's `print_trainable_parameters()` gives for a LoRA of rank 16 on all linear layers of these shapes.
     let of_layer = 16 * ((5120 + 5120) + 2 * (5120 + 1024) + (5120 + 5120) + 3 * (5120 + 27_648));
     assert_eq!(adapter_parameters(&large(), &SftConfig::default()), 64 * of_layer);
     assert_eq!(adapter_parameters(&large(), &SftConfig::default()), 134_217_728);
@@ -136,14 +136,14 @@ fn reinforcement_learning_counts_critic_reference_and_kv_cache() {
     assert_eq!((sft.cache, sft.decoding), (0, 0));
 }
 
-/// Regression: each of several GPUs planned for the responses of all of them.
+/// Regression: with several GPUs, each was planned for the responses of all.
 #[test]
 fn model_copies_share_the_responses_of_a_part_and_shards_do_not() {
     let with = |n_devices, tensor_parallel| plan_on(rl(4096), n_devices, tensor_parallel);
-    // 8 of 32 responses with their prompts; the cached prefixes are the same.
+    // Each copy has 8 of 32 responses with their prompts; the cached prefixes are the same.
     assert_eq!(with(4, 1).cache, (8 * 11 + 9 * 56 + 256) * 16 * 64 * 2 * 1024 * 2);
     assert!(with(4, 1).decoding < with(1, 1).decoding);
-    // Half of the heads, all responses.
+    // Each shard has half of the heads and all responses.
     assert_eq!(with(2, 2).cache, with(1, 1).cache / 2);
 }
 
@@ -176,13 +176,13 @@ fn advice_is_the_cheapest_change_that_suffices() {
     let request = sft(BaseDtype::Bf16, 8192);
     let needed = MemoryPlan::new(&request).total();
     assert!(needed > 131 * GIB, "{needed}");
-    // Cut a little: the largest passes that fit, in steps of 256.
+    // A little less memory: the largest passes that fit, in steps of 256.
     let change = advised(&request, 131 * GIB).unwrap();
     assert!(change.starts_with("model.tokens_per_pass to "), "{change}");
     let size: usize = change["model.tokens_per_pass to ".len()..].parse().unwrap();
     let total = |size| MemoryPlan::new(&sft(BaseDtype::Bf16, size)).total();
     assert!(total(size) <= 131 * GIB && total(size + 256) > 131 * GIB && size.is_multiple_of(256));
-    // Where passes would be small, checkpointing; where that is not enough, fewer bits.
+    // If passes would become small, gradient checkpointing; if that is not enough, fewer bits per weight.
     assert_eq!(advised(&request, 85 * GIB).unwrap(), "model.gradient_checkpointing to true");
     assert!(advised(&request, 72 * GIB).unwrap().starts_with("model.gradient_checkpointing to true and model.tokens"));
     let fewer_bits = |free| advised(&request, free * GIB).unwrap();
@@ -196,11 +196,11 @@ fn a_quantised_base_on_a_gpu_needs_a_buffer_for_its_largest_dequantised_weight()
     let [bf16, fp8] = [BaseDtype::Bf16, BaseDtype::Fp8].map(|dtype| planned(dtype, DeviceSizes::GPU));
     assert_eq!((bf16.widened, fp8.widened), (0, 2 * 5120 * 27_648));
     assert_eq!(planned(BaseDtype::Fp8, DeviceSizes::CPU).widened, 0);
-    // A byte for each weight of the layers less, and a scale for each of their outputs.
+    // One byte less per weight of the layers, and a scale for each of their outputs.
     let n_outputs = 64 * (2 * 5120 + 2 * 1024 + 2 * 27_648 + 5120u64);
     let n_weights = 64 * (5120 * (5120 + 2 * 1024) + 5120 * 5120 + 3 * 5120 * 27_648u64);
     assert_eq!(bf16.base - fp8.base, n_weights - 4 * n_outputs);
-    // Generation has its own stream, with its own buffer and workspace.
+    // Generation has a separate stream with a separate buffer and workspace.
     let with_generation = |dtype| MemoryPlan::new(&MemoryRequest { model: model(dtype, 4096), ..rl(4096) });
     let [bf16_rl, fp8_rl] = [BaseDtype::Bf16, BaseDtype::Fp8].map(with_generation);
     assert_eq!((bf16_rl.widened, fp8_rl.widened), (0, 2 * fp8.widened));

@@ -1,5 +1,5 @@
-//! Dynamic sampling: queries whose samples all have one score are replaced before a batch is learned from, with the bytes of an
-//! uninterrupted run after a stop or a kill.
+//! Dynamic sampling: queries whose samples all have the same score are replaced before the updates. Runs that were stopped or killed give
+//! the same bytes as an uninterrupted one.
 
 use super::support::{Fault, FaultyEnvironment, Model, Run, config as common, rejection, reward};
 use super::{Fixture, record};
@@ -14,7 +14,7 @@ use querl_model::{FinishReason, Generated};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// 0 or 1: about half of the pairs have equal scores.
+/// A score of 0 or 1: about half of the pairs have equal scores.
 fn parity(response: &PolicyResponse) -> f64 {
     (response.text.bytes().map(u32::from).sum::<u32>() % 2).into()
 }
@@ -63,7 +63,7 @@ fn queries_without_variance_are_replaced_and_counted() {
         let n_queries = episodes.len() as f64 / 2.0;
         assert!((n_queries * (1.0 - evicted) - 6.0).abs() < 1e-9, "step {step}: {n_queries} queries, {evicted}");
         assert!((1.0..=3.0).contains(&n_batches) && (n_batches > 1.0) == (evicted > 0.0), "{n_batches} {evicted}");
-        // Queries without variance are left where the last round had some.
+        // Queries without variance may remain only after the last round.
         assert!(n_batches == 3.0 || run.recorder.get(step, "frac_reward_zero_std") == 0.0, "step {step}");
         n_rounds += n_batches - 1.0;
     }
@@ -138,16 +138,16 @@ fn only_queries_with_two_equal_scores_are_replaced() {
     let next = DataOrder::new(5, 1).take(1)[0];
     assert_eq!(partial.queries[2], Query { row: next, first_sample: if next <= 2 { 2 } else { 0 } });
     assert_eq!(partial.responses.len(), 4);
-    // A second time nothing is replaced: row 2 has one score, and the new query none.
+    // The second call replaces nothing: row 2 has one score, and the new query none.
     assert!(!partial.resample(&task, &mut order));
-    // One of six episodes, two of them of the query that was replaced.
+    // One drop among six episodes, two belong to the replaced query.
     partial.check_drops(&task).unwrap();
     let strict = RlConfig { max_drop_rate: 0.16, ..config.clone() };
     let error = partial.check_drops(&RlTask { config: &strict, ..task }).unwrap_err();
     assert!(matches!(error, TrainError::DropRate { n_dropped: 1, n_episodes: 6, .. }), "{error}");
 }
 
-/// Two scores above `rl.reward_clip` are one score in the loss.
+/// Two different scores above `rl.reward_clip` are equal in the loss.
 #[test]
 fn scores_are_compared_as_they_are_learned_from() {
     let (fixture, prompts) = (Fixture::new(), vec![vec![7, 8]; 5]);

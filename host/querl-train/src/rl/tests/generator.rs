@@ -1,4 +1,4 @@
-//! Rollouts of a server: the engine of querl-model behind the port.
+//! Rollouts of a server; querl-model's engine implements the port.
 
 use super::support::{Model, Scorer, assert_learned, bits, config, learning_config, plain_text, reward};
 use crate::rl::{RlTask, ServerRollouts, train};
@@ -17,11 +17,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 struct ModelServer<'a> {
     model: &'a Model,
     engine: Mutex<Engine<'a>>,
-    /// Policies that were handed over, in order.
+    /// Versions of the loaded policies, in order.
     versions: Mutex<Vec<u64>>,
     change: fn(&mut RolloutResponse),
     n_calls: AtomicUsize,
-    /// This call, from 1, sets the flag and fails.
+    /// The call, counted from 1, that sets the flag and fails.
     stop: Option<(usize, &'a AtomicBool)>,
 }
 
@@ -122,7 +122,7 @@ impl Outcome {
     }
 }
 
-/// Differences are those of rounding: with a server the log-probabilities are those of the training pass.
+/// Only rounding differs: with a server, log-probabilities are recomputed with the training pass.
 #[test]
 fn a_server_with_the_same_seeds_gives_the_run_of_the_local_engine() {
     let model = Model::new();
@@ -198,7 +198,7 @@ fn a_stop_while_the_server_generates_is_saved_and_resumed() {
     let (model, config, stop) = (Model::new(), config(), AtomicBool::new(false));
     let complete = Outcome::complete(&model, &config, Some(&ModelServer::new(&model)));
     let mut stopped = Outcome::new();
-    // Two parts of the first evaluation and of each batch: the second part of the second batch.
+    // The first evaluation and each batch have two parts: call 6 is the second part of the second batch.
     let server = ModelServer { stop: Some((6, &stop)), ..ModelServer::new(&model) };
     let error = stopped.start(&model, &config, Some(&server), &stop).unwrap_err();
     assert!(matches!(error, TrainError::Interrupted { stage: "rl", step: 1 }), "{error}");

@@ -1,4 +1,5 @@
-//! Updates and whole runs on one and two GPUs compared with the CPU and with one GPU; `tests/cuda/run.sh` runs it on a simulated GPU.
+//! Updates and complete runs on one and two GPUs, compared with the CPU and with one GPU. `tests/cuda/run.sh` runs these tests on a
+//! simulated GPU.
 
 use super::super::learner::Learner;
 use super::learner::{assert_restored_learner_takes_the_same_step, learn};
@@ -42,7 +43,7 @@ fn length(values: impl Iterator<Item = f32>) -> f32 {
     values.map(|x| x * x).sum::<f32>().sqrt()
 }
 
-/// Learns from two batches on CPU and GPU; compares metrics, and distance and direction of the policy's change.
+/// Runs the updates of two batches on CPU and GPU. Compares metrics, and size and direction of the policy's change.
 fn compare(config: &RlConfig) {
     let fixtures = [Fixture::on(&ComputeDevice::Cpu, BaseDtype::Bf16), fixture()];
     let rollouts = [1, 2].map(|seed| fixtures[0].rollouts(config, seed));
@@ -65,7 +66,7 @@ fn compare(config: &RlConfig) {
     let difference = length(on_cpu.iter().zip(&on_gpu).map(|(a, b)| a - b));
     let change = length(on_cpu.iter().zip(&before).map(|(a, b)| a - b));
     println!("policies differ by {difference} after a change of {change}");
-    // AdamW divides by the gradient's size: where that is about 0, rounding decides the sign of a whole step.
+    // AdamW divides by the gradient's size: if it is close to 0, rounding determines the sign of the step.
     assert!(change > 0.0 && difference < 0.35 * change, "policies differ by {difference} after a change of {change}");
 }
 
@@ -83,7 +84,7 @@ fn a_restored_learner_on_a_gpu_takes_the_same_next_step() {
     assert_restored_learner_takes_the_same_step(&fixture(), &config);
 }
 
-/// Ends when the third step's responses are not scored, and resumes: steps after the newest checkpoint are lost.
+/// Fails when the third step's responses are scored, and resumes: steps after the newest checkpoint are lost.
 fn assert_resumes(n_gpus: usize, config: &RlConfig) {
     let [mut complete, mut broken] = [Fault::None, Fault::KillAtStep(3)].map(run);
     complete.start_ranks(n_gpus, config, on_gpu).unwrap();
@@ -102,15 +103,15 @@ fn an_interrupted_run_on_a_gpu_resumes_to_the_same_adapters() {
     assert_resumes(1, &small(false));
 }
 
-/// Passes on the simulated GPU. On an H200 `rollout_probs_diff` of the step after the resume differs by 4e-9: products round differently
-/// where two streams share the GPU.
+/// Passes on the simulated GPU. On an H200 `rollout_probs_diff` of the step after the resume differs by 4e-9: products are rounded
+/// differently when two streams share the GPU.
 #[test]
 #[ignore = "needs a GPU"]
 fn an_interrupted_run_with_off_by_one_on_a_gpu_resumes_to_the_same_adapters() {
     assert_resumes(1, &small(true));
 }
 
-/// Generation and training pass round in different places. Measured: 0.017 on average, 0.064 at worst, of a model whose layers amplify
+/// Generation and training pass round at different points. Measured: mean 0.017, maximum 0.064, with a model whose layers amplify
 /// differences; `rollout_check` has the measurements of other models.
 #[test]
 #[ignore = "needs a GPU"]
@@ -123,15 +124,15 @@ fn rollouts_are_those_of_the_training_pass_up_to_rounding() {
     assert!(mean > 0.0 && mean < 0.03 && max < 0.2, "by {mean} on average, by {max} at worst");
 }
 
-/// The same files for every rank and every start: an adapter's file names the base model's folder.
+/// The model's files are created once for all ranks and starts, because an adapter's file contains the name of the base model's folder.
 fn on_gpu(rank: usize) -> Result<Model, crate::TrainError> {
     static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| write_model((2, 1, 16)));
     let decoder = Decoder::load_on(FOLDER.path(), Weights::Frozen, BaseDtype::Bf16, &gpu(rank)?)?;
     Ok(Model::with_decoder(FOLDER.path(), decoder))
 }
 
-/// A response does not depend on the others of its batch, so that the first evaluation and the first batch are those of one GPU to the
-/// letter. What is learned from them differs by the order of sums.
+/// A response does not depend on other responses in its batch, so that the first evaluation and the first batch equal those of one GPU
+/// exactly. The updates differ by the order of sums.
 #[test]
 #[ignore = "needs a GPU"]
 fn two_gpus_generate_what_one_generates_and_learn_the_same() {

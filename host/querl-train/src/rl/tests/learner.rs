@@ -25,7 +25,7 @@ fn a_rollout_whose_logprobs_differ_from_training_stops_the_run_and_the_step_is_n
     let mut rollouts = fixture.rollouts(&config, 1);
     let metrics = check_rollout(&task, task.policy, &rollouts, 7).unwrap();
     assert!(metrics["rollout_probs_diff"] < 1e-6, "{metrics:?}");
-    // A small difference, as of another order of sums: a health warning, and no error.
+    // A small difference, as caused by another order of sums: a health warning, not an error.
     rollouts.iter_mut().flat_map(|rollout| &mut rollout.logprobs).for_each(|logprob| *logprob += 5e-5);
     let metrics = check_rollout(&task, task.policy, &rollouts, 7).unwrap();
     assert!((4e-5..6e-5).contains(&metrics["rollout_probs_diff"]), "{metrics:?}");
@@ -42,7 +42,7 @@ fn a_rollout_whose_logprobs_differ_from_training_stops_the_run_and_the_step_is_n
 fn one_token_that_is_far_off_and_one_that_is_missing_stop_the_run() {
     let (fixture, config) = (Fixture::new(), config());
     let task = fixture.task(&config);
-    // Long responses, in which one token hardly moves the mean.
+    // Long responses, so that one token hardly changes the mean.
     let examples = (0..8).map(|i| Example { prompt: vec![7, 8, 9], response: vec![20 + i; 50] }).collect();
     let mut rollouts = fixture.scored(&config, examples, |_| 0.0);
     rollouts[3].logprobs[20] += 0.02;
@@ -66,7 +66,7 @@ fn the_rollout_check_is_cut_into_micro_batches_and_accepts_no_rollouts() {
     assert!(check_rollout(&task, task.policy, &[], 7).unwrap().is_empty());
 }
 
-/// In the sequence form KL in the loss is summed over responses, like the policy loss and the penalty in the reward.
+/// With sequence advantages, the KL in the loss is summed over each response, like the policy loss and the penalty in the reward.
 #[test]
 fn kl_in_the_loss_is_per_token_or_per_response_as_the_advantage_form() {
     let fixture = Fixture::new();
@@ -152,7 +152,7 @@ fn during_critic_warm_up_the_policy_does_not_change() {
     }
 }
 
-/// Responses with padding's id and the end-of-sequence token inside and at the end: masks follow from lengths alone.
+/// Responses that contain the ids of padding and end-of-sequence, also at the end: masks depend only on lengths.
 #[test]
 fn masks_come_from_lengths_and_the_policy_learns_to_stop_where_that_is_rewarded() {
     let (fixture, config) = (Fixture::new(), RlConfig { ppo_epochs: 6, ent_coef: 0.0, kl_coef: 0.0, ..config() });
@@ -220,7 +220,7 @@ fn filtered_samples_have_importance_weights_and_plain_ones_do_not() {
     let mut rollouts = fixture.rollouts(&config, 1);
     let mut learner = Learner::new(&task).unwrap();
     assert!(learner.experience(&task, &rollouts, 1).unwrap().importance_weights.is_none());
-    // A filter that kept three quarters of the probability: the policy's own is 0.75 of the sampling probability.
+    // A filter that kept 75 % of the probability: the policy's probability is 0.75 times the sampling probability.
     for rollout in &mut rollouts {
         rollout.behaviour_logprobs.iter_mut().for_each(|logprob| *logprob -= 0.75f32.ln());
     }
@@ -241,7 +241,7 @@ fn a_batch_of_an_earlier_policy_is_compared_with_the_current_one() {
     let (fixture, config) = (Fixture::new(), RlConfig { off_by_one: true, ..config() });
     let task = fixture.task(&config);
     let rollouts = fixture.rollouts(&config, 1);
-    fixture.move_policy(); // updated since
+    fixture.move_policy(); // updated since the rollout
     let experience = Learner::new(&task).unwrap().experience(&task, &rollouts, 1).unwrap();
     let examples: Vec<Example> = rollouts.iter().map(|rollout| rollout.example.clone()).collect();
     let present = fixture.logprobs(&config, &examples).concat();
@@ -280,7 +280,7 @@ fn kl_in_the_loss_pulls_the_policy_back_to_the_reference() {
             ..config()
         };
         let task = fixture.task(&config);
-        // Equal scores within each group: no advantage, so that KL alone is learned from.
+        // Equal scores within each group: all advantages are 0, so that only KL has a gradient.
         let examples = fixture.rollouts(&config, 1).into_iter().map(|rollout| rollout.example).collect();
         let rollouts = fixture.scored(&config, examples, |_| 0.5);
         let mut learner = Learner::new(&task).unwrap();
@@ -321,7 +321,7 @@ fn advantages_are_clipped_where_configured() {
     assert_eq!(largest, 0.5);
 }
 
-/// Regression: a head on the hidden states as they are explained none of the returns' variance, whatever its rate.
+/// Regression: a head on unnormalised hidden states explained none of the returns' variance, at any learning rate.
 #[test]
 fn a_head_on_the_reference_learns_the_value_of_queries() {
     let (fixture, config) =
@@ -331,7 +331,7 @@ fn a_head_on_the_reference_learns_the_value_of_queries() {
     let mut explained = Vec::new();
     for step in 1..=30 {
         let examples = fixture.rollouts(&config, step).into_iter().map(|rollout| rollout.example).collect();
-        // The score depends on the query alone.
+        // The score depends only on the query.
         let rollouts = fixture.scored(&config, examples, |index| [0.8, -0.6, 0.1, -0.3][index / 3]);
         let critic_only = RlConfig { critic_warmup_steps: 100, ..config.clone() };
         let task = fixture.task(&critic_only);
@@ -341,7 +341,7 @@ fn a_head_on_the_reference_learns_the_value_of_queries() {
     assert!(last > 0.8, "{explained:?}");
 }
 
-/// The saved head includes the normalisers: it gives the same values on unnormalised hidden states.
+/// The saved head includes the normalisation, so that it gives the same values on unnormalised hidden states.
 #[test]
 fn a_saved_head_gives_the_critics_values_on_unnormalised_hidden_states() {
     let (fixture, config) = (Fixture::new(), config());

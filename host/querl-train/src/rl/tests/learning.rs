@@ -1,8 +1,8 @@
-//! Small tasks with a known optimum: each algorithm must come near it in a stated number of steps. And one without anything to
-//! learn, on which no algorithm may drift away.
+//! Small tasks with a known optimum, which each algorithm must approach in a stated number of steps; and a task without a learnable signal,
+//! in which no algorithm may drift.
 //!
-//! The policy starts from a tiny decoder that was trained to respond to any letter with random letters `a` to `h` and to stop at
-//! random. `QUERL_LEARNING_SEEDS` sets the number of seeds (1 unless set; figures are stated for 5).
+//! The policy starts from a tiny decoder that was trained to respond to any letter with random letters `a` to `h` and to stop at random.
+//! `QUERL_LEARNING_SEEDS` sets the number of seeds (default 1; the stated numbers are for 5).
 
 use super::support::{Model, Scorer, reward};
 use crate::rl::{RlTask, train};
@@ -20,7 +20,7 @@ use std::sync::atomic::AtomicBool;
 
 const LETTERS: &[u8] = b"abcdefgh";
 
-/// Longest response in tokens, end of sequence included.
+/// Maximum response length in tokens, end of sequence included.
 const MAX_NEW_TOKENS: usize = 10;
 
 /// The score of a response of `n_tokens` to a prompt letter; `draw` is random, 0 to 1.
@@ -31,7 +31,7 @@ struct Game {
     score: Score,
     /// Mean score of an optimal policy.
     optimum: f64,
-    /// Mean score over the last ten steps that is required.
+    /// Required mean score over the last ten steps.
     required: f64,
     n_steps: usize,
 }
@@ -43,7 +43,7 @@ const GAMES: [Game; 4] = [
     Game { name: "two-armed bandit", score: bandit, optimum: 0.8, required: 0.7, n_steps: 40 },
 ];
 
-/// The share of the response's letters that are the prompt's.
+/// The share of the response's letters that equal the prompt letter.
 fn copy(prompt: u8, response: &str, _: u32, _: f64) -> f64 {
     let n_copied = response.bytes().filter(|letter| *letter == prompt).count();
     n_copied as f64 / response.len().max(1) as f64
@@ -101,7 +101,8 @@ fn pretrained() -> tempfile::TempDir {
         max_positions: 32,
     };
     let mut config = small_model::write_files(folder.path(), &["a b".to_owned()], 262, &shape).unwrap();
-    // With the usual 0.02 the letters' embeddings stay almost parallel in so short a training, and the games distinguish letters.
+    // With the usual 0.02 the embeddings of letters would stay almost parallel in this short training, but the tasks have to distinguish
+    // letters.
     config.initializer_range = 0.2;
     let decoder = Decoder::init(config, 1).unwrap();
     decoder.save(folder.path(), small_model::STORED_DTYPE).unwrap();
@@ -228,14 +229,14 @@ fn each_algorithm_finds_the_better_arm_of_a_bandit() {
     learns(&GAMES[3]);
 }
 
-/// KL from the reference in nats per token, after as many steps as the games take.
+/// Limit of the KL to the reference in nats per token, after as many steps as in the tasks.
 const MAX_NOISE_KL: f64 = 0.05;
 
 #[test]
 fn a_reward_that_is_noise_does_not_move_the_policy_far() {
     for algorithm in ALGORITHMS {
         for seed in seeds() {
-            // With a KL penalty, what remains is a random walk.
+            // With a KL penalty, only a bounded random walk remains.
             let config = RlConfig { kl_coef: 0.2, learning_rate: 1e-3, ..config(algorithm, 40) };
             let kl = tail_mean(&play(noise, &config, seed), "actor/ref_kl_k3");
             println!("noise {algorithm:?} seed {seed}: {kl:.4} nats per token from the reference");

@@ -1,4 +1,4 @@
-//! How far a rollout server's log-probabilities may be from those of the training pass.
+//! The limit of the difference between a rollout server's log-probabilities and those of the training pass.
 
 use super::super::rollout::Rollout;
 use super::super::rollout_check::check_mismatch;
@@ -27,7 +27,7 @@ fn one_token_far_off_does_not_refuse_a_batch_and_many_do() {
         let logprobs = (0..1000).map(|token| if token < n_off { -41.0 } else { -1.0 }).collect();
         checked(logprobs)
     };
-    // 39 nats of one token in a thousand: bounded to 10, which is 0.01 a token.
+    // 39 nats for one token of a thousand, capped at 10: a mean of 0.01 per token.
     let metrics = with(1).unwrap();
     assert!((metrics["rollout_corr/k3_kl"] - 0.039).abs() < 1e-6, "{metrics:?}");
     let TrainError::Mismatch { kl, .. } = with(10).unwrap_err() else { panic!("another error") };

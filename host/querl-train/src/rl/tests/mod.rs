@@ -1,6 +1,6 @@
-//! Updates on a tiny decoder, and whole trainings: PPO and the other algorithms, small tasks with a known optimum, overlapped rollouts,
-//! rollouts of a server, queries without variance replaced, stops and kills, several ranks. This file: the fixture, and out-of-memory in the middle of a batch's updates: the state before is
-//! saved, and the resumed run writes the files of an uninterrupted one.
+//! Updates on a tiny decoder, and complete trainings: PPO and the other algorithms, small tasks with a known optimum, overlapped rollouts,
+//! rollouts of a server, dynamic sampling, stops and kills, several ranks. This file: the fixture, and out-of-memory errors within the
+//! updates of a batch, after which the previous state is saved and the resumed run writes the same files as an uninterrupted one.
 
 mod dynamic_sampling;
 mod generator;
@@ -37,7 +37,7 @@ struct Fixture {
     policy: LoraAdapter,
 }
 
-/// Scores nothing, for tests whose rollouts are made by hand.
+/// An environment for tests with handmade rollouts, which does not score.
 struct NoEnvironment;
 
 impl Environment for NoEnvironment {
@@ -80,7 +80,7 @@ impl Fixture {
         *self.model.tokenizer.stop_ids().first().unwrap()
     }
 
-    /// Moves the policy away from the bare base.
+    /// Changes the policy's weights, so that it differs from the base model.
     fn move_policy(&self) {
         let mut rng = ChaCha8Rng::seed_from_u64(9);
         for (name, var) in self.policy.vars() {
@@ -96,7 +96,7 @@ impl Fixture {
         vars.flat_map(|var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
     }
 
-    /// Twelve responses of different length to four queries, with the policy's log-probabilities and scores that differ.
+    /// Twelve responses of different length to four queries, with the policy's log-probabilities and different scores.
     fn rollouts(&self, config: &RlConfig, seed: u64) -> Vec<Rollout> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let example = |index: usize| {
@@ -108,7 +108,7 @@ impl Fixture {
         self.scored(config, examples, |index| (index % 3) as f32 - 0.3 * (index / 3) as f32)
     }
 
-    /// Rollouts of these responses, three to a query.
+    /// Rollouts of these responses, three per query.
     fn scored(&self, config: &RlConfig, examples: Vec<Example>, score: impl Fn(usize) -> f32) -> Vec<Rollout> {
         let logprobs = self.logprobs(config, &examples);
         let rollout = |(index, (example, logprobs)): (usize, (Example, Vec<f32>))| Rollout {

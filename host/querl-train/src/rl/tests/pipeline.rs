@@ -1,4 +1,4 @@
-//! Generation overlaps with scoring, and with `off_by_one` with learning; nothing else changes.
+//! Generation overlaps with scoring, and with `off_by_one` with the updates; results do not change.
 
 use super::support::{BATCH, Fault, FaultyEnvironment, Model, Run, assert_learned, config, learning_config, run_rank};
 use crate::testing::{Recorder, Watched};
@@ -23,7 +23,7 @@ fn the_number_of_parts_changes_time_and_nothing_else() {
     }
 }
 
-/// The pipeline's unit tests show by events that both overlap: a clock proves nothing on a busy machine.
+/// The pipeline's unit tests check with events that both overlap, because clocks are unreliable on a busy machine.
 #[test]
 fn environment_and_call_times_are_summed_over_all_parts() {
     let mut run = Run::new(FaultyEnvironment::new(Fault::None, Duration::from_millis(2)));
@@ -68,7 +68,7 @@ fn stragglers_are_dropped_and_counted_whatever_the_parts() {
     }
 }
 
-/// The task of the synchronous loop, in as many steps.
+/// The same task and number of steps as for the synchronous loop.
 #[test]
 fn a_policy_learns_from_off_by_one_rollouts() {
     assert_learned("off by one", &Run::complete(1, &Model::new(), &learning_config(true)).recorder);
@@ -89,7 +89,7 @@ fn the_next_batch_is_scored_before_a_step_ends() {
         let config = RlConfig { off_by_one, max_steps: 3, eval_steps: 100, ..config() };
         let mut n_scored = Vec::new();
         let on_record = |step, metrics: &Metrics| {
-            // Evaluations are recorded too, under the step before.
+            // Evaluations are also recorded, with the previous step's number.
             if metrics.contains_key("actor/lr") {
                 assert_eq!(n_scored.len() as u64 + 1, step);
                 n_scored.push(environment.n_scored.load(Ordering::SeqCst));
@@ -104,7 +104,7 @@ fn the_next_batch_is_scored_before_a_step_ends() {
     assert_eq!(n_scored(true), [2, 3, 3].map(of_batches));
 }
 
-/// Regression: a batch with nothing to learn from was compared with the training pass, which panicked.
+/// Regression: a batch without scored responses was compared with the training pass, which panicked.
 #[test]
 fn a_completely_rejected_batch_is_too_many_drops() {
     let model = Model::new();

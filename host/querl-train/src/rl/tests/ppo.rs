@@ -12,7 +12,7 @@ fn config() -> RlConfig {
     RlConfig { max_steps: 2, batch_size: 16, mini_batch_size: 16, eval_steps: 100, ..common() }
 }
 
-/// Runs PPO; returns its result, its metrics and the bits of the adapter. `rejects`: every other episode.
+/// Runs PPO; returns its result, its metrics and the bits of the adapter. `rejects`: every second episode is rejected.
 fn run(model: &Model, config: &RlConfig, rejects: bool) -> (Result<RlSummary, TrainError>, Recorder, Vec<u32>) {
     run_with(model, LoraSettings::all_linear(4, 8.0), config, rejects)
 }
@@ -62,7 +62,7 @@ fn one_epoch_without_movement_clips_nothing() {
     assert!(recorder.get(1, "actor/ppo_kl").abs() < 1e-6);
 }
 
-/// Dropout is for fine-tuning only: rollout, reference and update of an adapter that was trained with it do not use it.
+/// Dropout applies to fine-tuning only: rollout, reference and updates of an adapter that was trained with dropout do not use it.
 #[test]
 fn rollout_reference_and_update_agree_at_any_temperature_and_without_dropout() {
     let dropping = LoraSettings { dropout: 0.5, ..LoraSettings::all_linear(4, 8.0) };
@@ -90,7 +90,7 @@ fn samples_of_a_filtered_distribution_have_importance_weights() {
     assert!(!recorder.0.iter().any(|(_, metrics)| metrics.contains_key("rollout_corr/rollout_is_mean")));
 }
 
-/// Fast learning for a task of a few dozen steps.
+/// High learning rates, for a task of a few dozen steps.
 fn learning() -> RlConfig {
     RlConfig { learning_rate: 2e-2, ppo_epochs: 4, kl_coef: 0.0, ent_coef: 0.0, max_grad_norm: 5.0, ..config() }
 }
@@ -124,8 +124,8 @@ fn policies_learn_to_write_plain_text() {
 #[test]
 fn the_update_does_not_depend_on_the_split_into_micro_batches() {
     let model = Model::new();
-    // One epoch and one optimizer step: the norms are those of the first gradient, which Adam would rescale. Responses differ in length,
-    // and so micro-batches differ in tokens.
+    // One epoch and one optimizer step: the gradient norms are those of the first step, before Adam rescales. Responses have different
+    // lengths, so that micro-batches have different numbers of tokens.
     let split = |n| RlConfig { gradient_accumulation_steps: n, max_steps: 1, ppo_epochs: 1, ..config() };
     let ((_, whole, _), (_, parts, _)) = (run(&model, &split(1), false), run(&model, &split(5), false));
     for name in ["actor/grad_norm", "critic/grad_norm", "actor/pg_loss", "actor/entropy", "critic/vf_loss"] {
@@ -162,7 +162,7 @@ fn a_truncated_response_has_the_missing_eos_penalty() {
     assert!((recorder.get(1, "critic/rewards/mean") - expected).abs() < 1e-4);
 }
 
-/// Without KL a reward is the score with the penalty, whose mean is a metric.
+/// Without KL the reward is the score plus the penalty, whose mean is a metric.
 #[test]
 fn long_responses_have_the_overlong_penalty() {
     let overlong = RlConfig { overlong_buffer_len: 6, overlong_penalty_factor: 2.0, ..config() };

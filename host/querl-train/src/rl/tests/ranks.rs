@@ -7,11 +7,11 @@ use querl_core::ports::PolicyResponse;
 use std::time::Duration;
 
 /// Differences of f32 sums in another order, over a few steps of an optimizer that divides small gradients by their size, relative to
-/// values above 1. Measured of weights: 2.4e-5.
+/// values above 1. Measured for weights: 2.4e-5.
 const TOLERANCE: f64 = 1e-3;
 const WEIGHT_TOLERANCE: f64 = 1e-4;
 
-/// [`plain_text`], which scores many responses to a query the same, plus a number that differs from text to text.
+/// [`plain_text`], which gives many responses to a query the same score, plus a number that differs between texts.
 fn distinct_scores(response: &PolicyResponse) -> f64 {
     let sum = response.text.bytes().fold(7u64, |sum, byte| sum.wrapping_mul(1_099_511_628_211) ^ u64::from(byte));
     plain_text(response) + (sum % 997) as f64 / 997.0
@@ -37,7 +37,7 @@ fn assert_near(found: &Run, expected: &Run, weight_tolerance: f64, what: &str) {
     assert_eq!(metrics.len(), expected_metrics.len(), "{what}");
     for ((step, found), (_, expected)) in metrics.iter().zip(&expected_metrics) {
         assert!(found.keys().eq(expected.keys()), "{what}, step {step}: other metrics");
-        // Measures of rounding are not compared.
+        // Metrics of rounding errors are not compared.
         for name in found.keys().filter(|name| !name.starts_with("rollout_probs_diff")) {
             let (found, expected) = (found[name], expected[name]);
             assert!(difference(found, expected) < TOLERANCE, "{what}, step {step}: {name} is {found} and {expected}");
@@ -64,8 +64,8 @@ fn several_ranks_learn_what_one_learns_and_have_equal_weights() {
 
 type GroupedCase = (&'static str, RlConfig, fn(&PolicyResponse) -> f64);
 
-/// Groups of samples without a critic. Equal scores only with GRPO: other algorithms have advantages there that are rounding, and would
-/// learn from a whole mini-batch of them.
+/// Algorithms without a critic, with groups of samples. Equal scores occur only with GRPO: for other algorithms the advantages would then
+/// be rounding errors, and a complete mini-batch would be trained on them.
 fn grouped() -> Vec<GroupedCase> {
     let [(_, plain), ..] = configs();
     let in_loss = RlConfig { kl_placement: KlPlacement::Loss, ..plain.clone() };
@@ -83,11 +83,10 @@ fn grouped() -> Vec<GroupedCase> {
     ]
 }
 
-/// At a hundredth of the other tests' learning rate, where rounding stays small. At the full rate single weights with nearly zero
-/// gradients differ by 3e-4 within a step, since AdamW divides by the gradient's size, until a sample falls on the other side of the
-/// boundary between two tokens and everything after it differs. The number of ranks is not the cause: one rank with other micro-batches
-/// diverges at the same episodes. GRPO of fives with KL in the loss: two ranks, and one with `tokens_per_pass` 25 for 512, at 208 of
-/// 216; three ranks, and one with 10, at 174.
+/// A hundredth of the other tests' learning rate, at which rounding errors stay small. At the full rate, single weights with nearly zero
+/// gradients differ by 3e-4 within a step, because AdamW divides by the gradient's size, until a sampled token changes and all later
+/// results differ. The number of ranks is not the cause: one rank with other micro-batches diverges at the same episodes. GRPO with groups
+/// of 5 and KL in the loss: two ranks, and one with `tokens_per_pass` 25 for 512, at 208 of 216; three ranks, and one with 10, at 174.
 #[test]
 fn groups_of_samples_are_learned_from_as_by_one_rank() {
     let model = Model::new();
@@ -96,13 +95,13 @@ fn groups_of_samples_are_learned_from_as_by_one_rank() {
         let one = run(1, &model, &slow, score);
         for world_size in [2, 3] {
             let found = run(world_size, &model, &slow, score);
-            // A tenth of what one update moves a weight by. Measured: 7.4e-7.
+            // A tenth of a weight's change in one update. Measured: 7.4e-7.
             assert_near(&found, &one, slow.learning_rate / 10.0, &format!("{name}, {world_size} ranks"));
         }
     }
 }
 
-/// The first evaluation and the first batch are of the initial policy, whatever is learned from them.
+/// The first evaluation and the first batch use the initial policy, so the updates do not affect them.
 #[test]
 fn the_first_steps_episodes_are_those_of_one_rank_at_any_learning_rate() {
     let model = Model::new();

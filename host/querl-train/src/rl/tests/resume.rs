@@ -1,4 +1,4 @@
-//! A run that was stopped or killed and resumed leaves the files, metrics and episodes of an uninterrupted one, byte for byte.
+//! A run that was stopped or killed and then resumed has the files, metrics and episodes of an uninterrupted one, byte for byte.
 
 use super::support::{BATCH, Fault, FaultyEnvironment, Model, Run, config};
 use crate::TrainError;
@@ -17,7 +17,7 @@ pub(crate) fn configs() -> [(&'static str, RlConfig); 3] {
     [("plain", plain), ("off by one", ahead), ("critic with an adapter", adapter)]
 }
 
-/// Interrupts runs at one call of the environment after the other, resumes them, and compares them with an uninterrupted run.
+/// Interrupts runs at each call of the environment in turn, resumes them, and compares them with an uninterrupted run.
 fn interrupt_at_calls(
     world_size: usize,
     calls: impl Iterator<Item = usize> + Clone,
@@ -31,7 +31,7 @@ fn interrupt_at_calls(
         for call in calls.clone() {
             let mut run = Run::new(FaultyEnvironment::new(fault(call), Duration::ZERO));
             match run.start(world_size, &model, &config) {
-                // There is nothing left to interrupt.
+                // The run ended before this call.
                 Ok(()) => {
                     assert!(call > 8, "{name}: {call} calls are a whole run");
                     break;
@@ -54,7 +54,7 @@ fn is_stop(error: &TrainError) -> bool {
     matches!(error, TrainError::Interrupted { stage: "rl", .. })
 }
 
-/// Only files on disk survive, and what was logged after the newest checkpoint.
+/// Only files on disk survive, including log entries after the newest checkpoint.
 #[test]
 fn a_run_killed_at_any_call_leaves_what_an_uninterrupted_one_leaves() {
     interrupt_at_calls(1, (1..).step_by(3), Fault::Kill, is_kill, |_, _| {});
@@ -70,13 +70,13 @@ fn a_stopped_run_resumes_in_the_middle_of_a_batch() {
     interrupt_at_calls(2, (1..).step_by(3), Fault::Stop, is_stop, |_, _| {});
 }
 
-/// Symptom: a stop after the rollouts of a batch waited for the last of its updates.
+/// Symptom: a stop after the rollouts of a batch waited for all of its updates.
 #[test]
 fn a_stop_while_a_batch_is_learned_from_discards_the_step_and_the_resumed_run_takes_it_again() {
     let model = Model::new();
     for (name, config) in configs().into_iter().filter(|(_, config)| !config.off_by_one) {
         let expected = Run::complete(1, &model, &config);
-        // The passes of the first step before its updates, then some of every step.
+        // The passes of the first step before its updates, then some passes of every step.
         for call in (1..=3).chain((8..).step_by(7)) {
             let what = format!("{name}, stopped at pass {call}");
             let mut run = Run::new(FaultyEnvironment::without_fault());
@@ -102,7 +102,7 @@ fn a_stop_while_a_batch_is_learned_from_discards_the_step_and_the_resumed_run_ta
     }
 }
 
-/// Steps 0, 2 and 4 are evaluated: a run that stops after each of them has the policy, the logs and the best checkpoint of one that does not.
+/// Steps 0, 2 and 4 are evaluated. A run that stops after each of them gives the policy, logs and best checkpoint of an uninterrupted run.
 #[test]
 fn a_run_that_stops_after_steps_is_an_uninterrupted_one_in_parts() {
     let model = Model::new();
@@ -116,7 +116,7 @@ fn a_run_that_stops_after_steps_is_an_uninterrupted_one_in_parts() {
             let evaluated = run.recorder.0.iter().filter(|(_, metrics)| metrics.contains_key("val/reward"));
             assert_eq!(evaluated.map(|(step, _)| *step).max(), Some(last), "{name}");
         }
-        // One that was there already stops again, and an earlier step is no reason to go back.
+        // A run that already reached the step stops again; an earlier `stop_after` does not go back.
         run.environment.stop_after = Some(1);
         run.start(1, &model, &config).unwrap_err();
         run.environment.stop_after = None;
@@ -133,7 +133,7 @@ fn a_finished_run_takes_no_further_step() {
     let (expected, mut run) = (Run::complete(1, &model, &config), Run::complete(1, &model, &config));
     let n_scored = config.max_steps * BATCH + 3 * 8;
     assert_eq!(run.environment.n_scored.load(Ordering::SeqCst), n_scored);
-    // Only the checkpoints are left: the weights are written again.
+    // If only the checkpoints exist, the weights are written again.
     std::fs::remove_dir_all(run.folder.path().join("last")).unwrap();
     run.start(1, &model, &config).unwrap();
     run.assert_same(&expected, "run again");
@@ -143,7 +143,7 @@ fn a_finished_run_takes_no_further_step() {
 #[test]
 fn a_damaged_newest_checkpoint_costs_a_few_steps_and_no_byte() {
     let (model, config) = (Model::new(), config());
-    // Two calls score the first evaluation, each batch and the second evaluation: the third step's batch fails.
+    // The first evaluation, each batch and the second evaluation take two calls each: the third step's batch fails.
     let mut run = Run::new(FaultyEnvironment::new(Fault::Kill(9), Duration::ZERO));
     run.start(1, &model, &config).unwrap_err();
     let newest = run.folder.path().join("state/step-2.state");
@@ -154,7 +154,7 @@ fn a_damaged_newest_checkpoint_costs_a_few_steps_and_no_byte() {
     run.assert_same(&Run::complete(1, &model, &config), "from the checkpoint before");
 }
 
-/// Symptom: a run that was killed again and again within `save_steps` steps began at its start each time.
+/// Symptom: a run that was killed repeatedly within `save_steps` steps restarted from the beginning each time.
 #[test]
 fn a_checkpoint_is_written_by_time_whatever_save_steps_says() {
     let model = Model::new();
@@ -164,7 +164,7 @@ fn a_checkpoint_is_written_by_time_whatever_save_steps_says() {
         let entries = std::fs::read_dir(run.folder.path().join("state")).unwrap();
         entries.filter_map(|entry| step(entry.unwrap().file_name().into_string().unwrap())).max()
     };
-    // Scoring a batch takes 0.8 s: of three steps at least one is saved after a second.
+    // Scoring a batch takes 0.8 s: at least one of three steps is saved after a second.
     for (save_interval_s, pause_ms, is_saved) in [(0, 0, false), (1, 80, true)] {
         let mut run = Run::new(FaultyEnvironment::new(Fault::KillAtStep(4), Duration::from_millis(pause_ms)));
         run.start(1, &model, &timed(save_interval_s)).unwrap_err();

@@ -1,4 +1,4 @@
-//! The record of a step (`rl.record = "full"`): everything that its update was computed from, and no other result.
+//! The record of a step (`rl.record = "full"`): all inputs of its update.
 
 use super::super::advantages::{all_true, gae, masked_whiten};
 use super::support::{FaultyEnvironment, Model, Run, config};
@@ -17,7 +17,7 @@ fn floats(tensors: &Tensors, name: &str) -> Vec<f32> {
     tensors[name].to_vec1().unwrap()
 }
 
-/// A tensor of tokens as one row per response.
+/// Splits a tensor over tokens into one row per response.
 fn rows(tensors: &Tensors, name: &str) -> Vec<Vec<f32>> {
     let (values, lengths) = (floats(tensors, name), tensors["response_lengths"].to_vec1::<u32>().unwrap());
     let mut rest = values.as_slice();
@@ -40,7 +40,7 @@ fn a_full_record_changes_no_result_and_without_it_there_is_none() {
     full.assert_same(&episodes, "with and without records");
 }
 
-/// Two ranks compute shares of a batch; the record has all of it.
+/// Two ranks compute parts of a batch; the record has the complete batch.
 #[test]
 fn records_of_two_ranks_have_the_tokens_and_scores_of_one() {
     let (model, config) = (Model::new(), RlConfig { record: RlRecord::Full, max_steps: 1, ..config() });

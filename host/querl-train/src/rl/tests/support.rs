@@ -24,8 +24,7 @@ pub(crate) struct Model {
     _folder: Option<tempfile::TempDir>,
 }
 
-/// Writes a random model. With the usual initializer range of 0.02 the logits of so narrow a model hardly differ, whatever an adapter
-/// does.
+/// Writes a random model. With the usual initializer range of 0.02 the logits of such a small model would hardly differ, with any adapter.
 pub(crate) fn write_model((n_heads, n_kv_heads, head_dim): (usize, usize, usize)) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let (hidden_size, intermediate_size, n_layers, max_positions) = (32, 64, 2, 64);
@@ -70,7 +69,7 @@ impl Model {
         (0..8).map(|i| self.tokenizer.encode(&format!("a{i}b")).unwrap()).collect()
     }
 
-    /// A task of one rank that writes no checkpoints to resume from. `environments`: of training and validation.
+    /// A task of one rank without checkpoints. `environments`: for training and for validation.
     pub(crate) fn task<'a>(
         &'a self,
         policy: &'a LoraAdapter,
@@ -129,7 +128,7 @@ pub(crate) fn config() -> RlConfig {
     }
 }
 
-/// Fifty steps in which a policy learns [`plain_text`].
+/// Settings with which a policy learns [`plain_text`] in fifty steps.
 pub(crate) fn learning_config(off_by_one: bool) -> RlConfig {
     RlConfig {
         off_by_one,
@@ -147,13 +146,13 @@ pub(crate) fn learning_config(off_by_one: bool) -> RlConfig {
     }
 }
 
-/// The metrics of a run with [`learning_config`] show that the policy has learned.
+/// Checks that the metrics of a run with [`learning_config`] show that the policy has learned.
 pub(crate) fn assert_learned(what: &str, recorder: &Recorder) {
     let (first, last) = (recorder.mean("avg_reward", 1..11), recorder.mean("avg_reward", 41..51));
     assert!(last > 0.8 && last > first + 0.2, "{what}: {first} to {last}");
 }
 
-/// The episode of a response that is its own baseline and found nothing.
+/// The episode of a response that equals its baseline and has no hits.
 pub(crate) fn episode(
     id: String,
     step: u64,
@@ -179,7 +178,7 @@ pub(crate) fn plain_text(response: &PolicyResponse) -> f64 {
     n_plain as f64 / response.text.chars().count().max(1) as f64
 }
 
-/// An environment without a log that scores a response by the step, its position in the call, and itself.
+/// An environment without a log that scores a response from the step, its index in the call, and its text.
 pub(crate) struct Scorer<F>(pub(crate) F);
 
 impl<F: Fn(u64, usize, &PolicyResponse) -> Result<Reward, Rejection> + Send + Sync> Environment for Scorer<F> {
@@ -193,7 +192,7 @@ impl<F: Fn(u64, usize, &PolicyResponse) -> Result<Reward, Rejection> + Send + Sy
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
     None,
-    /// This call, from 1, fails as if the process were killed; so do all later ones.
+    /// The call with this number, from 1, and all later ones fail, as if the process were killed.
     Kill(usize),
     /// This call panics.
     Panic(usize),
@@ -287,7 +286,7 @@ impl Environment for Split<'_> {
     }
 }
 
-/// Folder, environment and metrics of a run, over all its processes; and the result of the newest process.
+/// Folder, environment and metrics of a run over all of its processes, and the result of the newest process.
 pub(crate) struct Run {
     pub(crate) folder: tempfile::TempDir,
     pub(crate) environment: FaultyEnvironment,
@@ -303,19 +302,19 @@ impl Run {
         Self { folder, environment, recorder, summary: None, adapters: Vec::new() }
     }
 
-    /// A run without a fault, to its end.
+    /// Runs to the end without a fault.
     pub(crate) fn complete(world_size: usize, model: &Model, config: &RlConfig) -> Self {
         let mut run = Self::new(FaultyEnvironment::without_fault());
         run.start(world_size, model, config).unwrap();
         run
     }
 
-    /// One process: starts or resumes the run with ranks on the CPU, which share the model. The first rank's error is returned.
+    /// Simulates one process: starts or resumes the run with ranks on the CPU that share the model. The first rank's error is returned.
     pub(crate) fn start(&mut self, world_size: usize, model: &Model, config: &RlConfig) -> Result<(), TrainError> {
         self.start_ranks(world_size, config, |_| Ok(model))
     }
 
-    /// As [`Run::start`]; `model`, called in the thread of each rank, makes its model.
+    /// As [`Run::start`]. `model` creates the model of each rank, in the rank's thread.
     pub(crate) fn start_ranks<M: Borrow<Model>>(
         &mut self,
         world_size: usize,
@@ -342,7 +341,7 @@ impl Run {
         Ok(())
     }
 
-    /// Removes the fault, as after a restart: the log stays.
+    /// Removes the fault, as after a restart; the log is kept.
     pub(crate) fn remove_fault(&mut self) {
         self.environment.fault = Fault::None;
         (self.environment.n_calls, self.environment.stop) = (AtomicUsize::new(0), AtomicBool::new(false));
@@ -352,7 +351,7 @@ impl Run {
         self.environment.log.lock().unwrap().clone()
     }
 
-    /// The content of every file that a finished run leaves; `None` for those of a critic where there is none.
+    /// The content of every file that a finished run leaves; `None` for the critic's files if there is no critic.
     fn files(&self) -> Vec<(&'static str, Option<Vec<u8>>)> {
         let names = [
             "best/adapter_config.json",
@@ -378,7 +377,7 @@ impl Run {
         entries.map(record).collect()
     }
 
-    /// Compares everything that must not depend on interruptions, part by part to keep failures short.
+    /// Compares everything that must not depend on interruptions, in parts, to keep failure messages short.
     pub(crate) fn assert_same(&self, expected: &Self, what: &str) {
         assert_eq!(self.summary, expected.summary, "{what}: summary");
         let (metrics, expected_metrics) = (self.recorder.results(), expected.recorder.results());

@@ -1,4 +1,4 @@
-//! Tensor-parallel ranks, which hold one model together, compared with one rank.
+//! Tensor-parallel ranks compared with one rank.
 
 use super::support::{Model, Scorer, plain_text, reward, write_model};
 use crate::rl::{self, RlTask};
@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A random model that two or four ranks can hold.
+/// A random model that can be sharded over two or four ranks.
 fn model() -> tempfile::TempDir {
     write_model((8, 4, 8))
 }
@@ -80,7 +80,7 @@ fn sft_config(lora_dropout: f64) -> SftConfig {
         lora_dropout,
         lora_rank: 4,
         lora_alpha: 8.0,
-        // Every step is clipped: the norm matters.
+        // Clips the gradient in every step, so that the norm affects the result.
         max_grad_norm: 0.1,
         eval_steps: 5,
         save_steps: 2,
@@ -134,8 +134,8 @@ fn assert_near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// Root of the mean squared difference over that of the values. AdamW divides a gradient by its own size: where that is nearly zero,
-/// rounding decides a step, and single values may differ by more.
+/// Compares the root mean squared difference, relative to that of the values. AdamW divides a gradient by its size: if that is nearly zero,
+/// rounding determines the step, and single values may differ by more.
 fn assert_same_adapter(found: &Path, expected: &Path, tolerance: f64) {
     let (found, expected) = (adapter_of(found), adapter_of(expected));
     assert!(found.keys().eq(expected.keys()));
@@ -159,7 +159,7 @@ fn ten_steps_of_fine_tuning_are_those_of_one_rank() {
         let expected = fine_tune(model.path(), &output("one"), (1, 1), dropout, NEVER).unwrap();
         let found = fine_tune(model.path(), &output("several"), (n, tensor), dropout, NEVER).unwrap();
         assert_eq!(found.0.len(), 10);
-        // Another order of f32 sums: some units in the last place, which ten steps amplify a little.
+        // Another order of f32 sums: differences of some units in the last place, which ten steps amplify slightly.
         for (name, tolerance) in [("loss", 2e-5), ("eval_loss", 2e-5), ("grad_norm", 2e-4)] {
             assert_near(name, &found.column(name), &expected.column(name), tolerance);
         }
@@ -265,7 +265,7 @@ fn a_stopped_ppo_run_resumes_to_the_same_bytes() {
     assert!(heads[0] == heads[1], "value heads differ");
 }
 
-/// Both GPUs sample the same responses, which are those of the training pass: `rollout_probs_diff` is the difference.
+/// Both GPUs sample the same responses, and log-probabilities equal those of the training pass up to `rollout_probs_diff`.
 #[test]
 #[ignore = "needs a GPU"]
 fn two_gpus_that_hold_one_model_learn_as_one_gpu_does() {
@@ -284,7 +284,7 @@ fn two_gpus_that_hold_one_model_learn_as_one_gpu_does() {
         assert_eq!(recorder.column("avg_reward").len(), 4);
         assert!(mean > 0.0 && mean < 0.03 && max < 0.2, "{name}: by {mean} on average, by {max} at worst");
     }
-    // The first step's responses are of one policy, and most are equal: rounding decides few samples.
+    // The first step's responses are from the same policy, and most are equal: rounding affects few samples.
     for (name, tolerance) in [("actor/entropy", 0.05), ("avg_reward", 0.1)] {
         let [found, expected] = [&two, &one].map(|recorder| recorder.column(name)[0]);
         println!("{name}: {found} on two GPUs, {expected} on one");

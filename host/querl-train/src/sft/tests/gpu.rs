@@ -1,4 +1,4 @@
-//! Fine-tuning on one and two GPUs compared with the CPU and with one GPU; `tests/cuda/run.sh` runs it on a simulated GPU.
+//! Fine-tuning on one and two GPUs, compared with the CPU and with one GPU. `tests/cuda/run.sh` runs these tests on a simulated GPU.
 
 use super::ranks::column;
 use super::*;
@@ -45,10 +45,9 @@ fn fine_tuning_on_a_gpu_follows_that_on_the_cpu() {
     }
 }
 
-/// Full fine-tuning rounds weights to bf16 for each product on a GPU, and not on the CPU. The limits of norms are the differences
-/// between autocast in bf16 and f32 in transformers and PEFT, over these steps with the rows in 40 orders
-/// (`tests/reference/bf16.py`): at worst 0.022 of all weights and 0.084 with DoRA, in the order of this test 0.010 and 0.056.
-/// Measured here: 0.011 and 0.070.
+/// Full fine-tuning rounds weights to bf16 for each product on a GPU, and not on the CPU. The limits of norms are the differences between
+/// autocast in bf16 and f32 in transformers and PEFT, over these steps with the rows in 40 orders (`tests/reference/bf16.py`): at most
+/// 0.022 with all weights and 0.084 with DoRA, and 0.010 and 0.056 in the order of this test. Measured here: 0.011 and 0.070.
 #[test]
 #[ignore = "needs a GPU"]
 fn full_fine_tuning_and_dora_on_a_gpu_follow_the_cpu() {

@@ -1,17 +1,17 @@
-//! Data-parallel ranks on the CPU compared with one rank: the same rows, another order of sums.
+//! Data-parallel ranks on the CPU compared with one rank: the same rows in another order of sums.
 
 use super::*;
 use querl_core::ports::Silent;
 use querl_model::{RankFailure, run_ranks};
 
-/// Differences of f32 sums in another order, relative to values above 1, over 18 steps. Measured: 8e-7 of losses, 9e-7 of weights;
-/// 2e-5 of norms, which are large here.
+/// Differences of f32 sums in another order, relative to values above 1, over 18 steps. Measured: 8e-7 for losses, 9e-7 for weights, 2e-5
+/// for gradient norms, which are large here.
 const TOLERANCE: f64 = 5e-6;
 const NORM_TOLERANCE: f64 = 1e-4;
 
 type Failures = Vec<RankFailure<TrainError>>;
 
-/// Result of one rank: summary, metrics, and the bits of what it trained.
+/// Result of one rank: summary, metrics, and the bits of the trained weights.
 pub(super) type RankResult = (SftSummary, Vec<(u64, Metrics)>, Vec<u32>);
 
 pub(super) fn column(result: &RankResult, name: &str) -> Vec<f64> {
@@ -19,7 +19,7 @@ pub(super) fn column(result: &RankResult, name: &str) -> Vec<f64> {
 }
 
 impl Setting {
-    /// Trains with several ranks. `model`, called in the thread of each rank, makes its model.
+    /// Trains with several ranks. `model` creates the model of each rank, in the rank's thread.
     pub(super) fn run_ranks(
         &self,
         world_size: usize,
@@ -93,7 +93,7 @@ fn stopped_ranks_resume_to_the_files_of_an_uninterrupted_training() {
     let [complete, stopped] = two_settings(&config());
     let (mut expected, mut sink) = (Recorder::default(), Recorder::default());
     complete.run_two_ranks(&mut expected, |_| {}).unwrap();
-    // One rank may see the flag before the other sets it: they agree to stop.
+    // One rank may see the flag before the other one sets it: they have to agree on the stop.
     let stop = AtomicBool::new(false);
     let model = |rank: usize| {
         stop.fetch_or(rank == 1, Ordering::Relaxed);
@@ -129,7 +129,7 @@ fn saved_step_after_out_of_memory(
     saved
 }
 
-/// Also where the failing rank is not the one that writes.
+/// Also if the failing rank is not the one that writes.
 #[test]
 fn out_of_memory_on_one_rank_ends_both_with_the_state_saved() {
     for (phase, rank, saved) in [("pass", 0, 6), ("pass", 1, 6), ("evaluation", 1, 7)] {
@@ -138,7 +138,7 @@ fn out_of_memory_on_one_rank_ends_both_with_the_state_saved() {
     }
 }
 
-/// Regression: the first rank had taken the last step when another ran out of memory in it. The resumed run found nothing left to do,
+/// Regression: another rank ran out of memory in the last step, which the first rank had completed. The resumed run had no steps to run,
 /// and `last` was never written.
 #[test]
 fn out_of_memory_on_another_rank_in_the_last_step_loses_no_adapter() {
@@ -162,7 +162,7 @@ fn a_panicking_rank_ends_the_others_with_its_message() {
 #[test]
 fn ranks_with_other_weights_are_detected_before_anything_is_saved() {
     let setting = Setting::new(config());
-    // The second rank starts from other weights, sums the same gradients and steps to other weights.
+    // The second rank starts from other weights: with the same summed gradients, its weights stay different.
     let model = |rank| {
         let model = with_adapter();
         if rank == 1 {
