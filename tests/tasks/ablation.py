@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What each option of `rl` changes, on several tasks and seeds: the best reward on the validation split, against the default of a small model.
+"""What each option of `rl` changes, on several tasks and seeds: the best reward on the validation split, against RLOO with its defaults.
 
     tests/tasks/ablation.py --out runs/ablation [--tasks telecom appliances fivedoctors] [--seeds 42 43 44 45 46] [--only PATTERN]
-                            [--jobs N] [--threads N] [--set KEY=VALUE]
+                            [--jobs N] [--threads N] [--set KEY=VALUE] [--querl PATH]
 
-All variants of a task and a seed start from one SFT run, but for those with other data. The test split is not read. Differences are paired by seed, with a 95 % interval of
-Student's t over the seeds. Tasks are those of run.py (bases that are in OUT/TASK/model are not made again) and `fivedoctors`, the example.
-Finished runs are not repeated. Python 3 alone; no network.
+All variants of a task and a seed start from one SFT run, but for those with other data. The test split is not read. Differences are paired by
+seed, with a 95 % interval of Student's t over the seeds; with as many variants, one or two `*` are to be expected by chance. Tasks are those of
+run.py (bases that are in OUT/TASK/model are not made again) and `fivedoctors`, the example with its own settings otherwise. Finished runs are
+not repeated. Needs the program and cargo, which builds the plugins; no network.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ VARIANTS = {
     "ppo_epochs = 1": (*RLOO, "rl.ppo_epochs=1"),
     "without filter-quality": (*RLOO, "plugins.filters=[]"),
 }
-# Quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom.
+# Quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom; above 9 that of 9, which is larger.
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def querl(options: argparse.Namespace, config: Path, folder: Path, last: str, settings: list[str]) -> None:
-    sets = [part for setting in [*settings, *options.set] for part in ("--set", setting)]
+    sets = [part for setting in [*options.set, *settings] for part in ("--set", setting)]
     command = [options.querl, "run", config, "--out", folder, "--to", last, "--threads", options.threads, "-q", *sets]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, encoding="utf-8")
     if done.returncode != 0:
@@ -72,7 +73,7 @@ def interval(values: list[float]) -> str:
     mean = statistics.mean(values)
     if len(values) < 2:
         return f"{mean:+.3f}"
-    half = T[min(len(values) - 1, 9)] * statistics.stdev(values) / len(values) ** 0.5
+    half = T.get(len(values) - 1, 2.262) * statistics.stdev(values) / len(values) ** 0.5
     sign = "*" if abs(mean) > half else ""
     return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]{sign}"
 
