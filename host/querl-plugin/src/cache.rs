@@ -195,8 +195,9 @@ fn found(engine: &Engine, path: &Path) -> Option<Component> {
 }
 
 fn load(engine: &Engine, path: &Path) -> wasmtime::Result<Component> {
-    // SAFETY: the file is in a folder that only this user can write or replace, and its seal matches. Its name identifies this host version
-    // and the engine's settings; nothing else is written there, and files are replaced, never modified.
+    // SAFETY: the file is in a folder that only this user can write or replace, and its seal matches. Its name has the digest of the
+    // component and the hash of wasmtime's version and the engine's settings, with which a host compiled it; nothing else is written there, and
+    // files are replaced, never modified.
     unsafe { Component::deserialize_file(engine, path) }
 }
 

@@ -155,8 +155,10 @@ async fn prometheus(State(service): State<Arc<RewriteService>>) -> Response {
 
 async fn unknown_route(uri: Uri) -> Response {
     let path = uri.path();
-    // Of a client of OpenAI's API whose base URL lacks `/v1`, or has it twice or with the path of a route.
-    let is_of_openai = ["/chat/completions", "/models"].iter().any(|route| path.contains(route));
+    // Requests of OpenAI clients whose base URL lacks `/v1`, or has it twice, or ends with a route.
+    let is_of_openai = ["/completions", "/models", "/embeddings", "/responses"]
+        .iter()
+        .any(|route| path.ends_with(route) && path != format!("/v1{route}"));
     let remedy = match is_of_openai {
         true => "the base URL of an OpenAI client is the server's address and `/v1`, such as http://127.0.0.1:8000/v1",
         false => "use /v1/rewrite, or read /docs",

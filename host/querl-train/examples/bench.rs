@@ -35,10 +35,11 @@ use std::time::Instant;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> Result<()> {
-    // As in querl: candle's own thread pool would spin on the cores that querl's kernels use. SAFETY: this is the program's first
-    // statement; there is no other thread that could read the environment meanwhile.
+    // As in querl: candle's own thread pool would spin on the cores that querl's kernels use.
+    // SAFETY: this is the program's first statement; there is no other thread that could read the environment meanwhile.
     unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
-    // `mi_option_purge_delay`: freed memory is kept, as in querl. SAFETY: it sets a number that the allocator reads; any number is allowed.
+    // `mi_option_purge_delay`: freed memory is kept, as in querl.
+    // SAFETY: it sets a number that the allocator reads; any number is allowed.
     unsafe { libmimalloc_sys::mi_option_set(15, -1) };
     let mut arguments = std::env::args().skip(1);
     let command = arguments.next().context("name one of sft, full, rollout, ppo, order")?;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 /// Why a training stopped. `stage` is `sft`, `rl` or `rm`.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
+#[allow(missing_docs)] // documented by the messages
 pub enum TrainError {
     #[error(transparent)]
     Model(#[from] ModelError),

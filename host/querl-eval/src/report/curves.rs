@@ -16,7 +16,7 @@ struct ChartSpec {
 /// The label of a curve and its names in `metrics.jsonl`; the first recorded one is drawn.
 type CurveSpec = (&'static str, &'static [&'static str]);
 
-/// The charts. Metric names are those of verl, of TRL, and older ones.
+/// The charts. Metric names are those of verl and TRL, and those that earlier versions recorded.
 const CHARTS: &[ChartSpec] = &[
     ChartSpec {
         stage: "rl",

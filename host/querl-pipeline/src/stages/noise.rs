@@ -22,7 +22,7 @@ const FEW_STEPS: u64 = 45;
 /// Share of the unigram model's loss above which a model uses none of the context, as for the base model in `querl plan`.
 const MAX_SHARE: f64 = 0.9;
 
-/// The same for edits: PPO improved policies with 0.93 and 0.95; after one step of SFT they had 1.5.
+/// The same for edits: PPO improved two policies with shares of 0.93 and 0.95; a policy after a single step of SFT had 1.5.
 const MAX_SHARE_OF_EDITS: f64 = 1.0;
 
 const REMEDY: &str = "take a base model that knows the language of the texts (`querl plan CONFIG` reports its loss), or pretrain one on \

@@ -17,13 +17,15 @@ pub struct Health {
     warned: Vec<String>,
 }
 
-/// Steps of the last and of the best evaluation of a run so far.
+/// What the evaluations of a run show so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ValidationProgress {
     /// Step of the last evaluation.
     pub evaluated_step: u64,
     /// Step of the best evaluation; 0 is the policy before training.
     pub best_step: u64,
+    /// The last evaluation has at least half of what the best one gained over the policy before training.
+    pub keeps_gain: bool,
 }
 
 /// Kind and text of a warning.
@@ -33,7 +35,7 @@ type Warning = (&'static str, &'static str);
 /// the intended quality.
 const OF_UPDATES: [&str; 6] = ["clip", "importance", "value_clip", "kl_coef", "critic_error", "critic_still"];
 
-/// Kinds that say that the policy samples one response per query: expected of a policy that is better than the SFT policy on validation.
+/// Kinds that say that the policy samples one response per query: expected of a policy that keeps what it has gained on validation.
 const OF_CONVERGENCE: [&str; 2] = ["entropy", "groups"];
 
 /// Number of steps per interval when the means of two intervals are compared.
@@ -60,8 +62,7 @@ impl Health {
         found.extend(self.of_trend());
         found.extend(self.of_critic(validation));
         found.extend(self.of_reward(validation));
-        let has_learned = validation.best_step > 0;
-        found.retain(|(kind, _)| !(has_learned && OF_CONVERGENCE.contains(kind)));
+        found.retain(|(kind, _)| !(validation.keeps_gain && OF_CONVERGENCE.contains(kind)));
         found.retain(|(kind, _)| !self.warned.iter().any(|warned| warned == kind));
         self.warned.extend(found.iter().map(|(kind, _)| (*kind).to_owned()));
         let improves = validation.best_step > 0 && validation.best_step == validation.evaluated_step;
@@ -229,7 +230,7 @@ impl Health {
         first_and_last_means(self.curve("quality")).map(|(first, last)| last - first)
     }
 
-    /// Whether longer responses retrieve better, or shorter ones as well; true until two intervals can be compared, false without retrieval.
+    /// Whether longer responses retrieve better, or shorter ones equally well; true until two intervals can be compared, false without retrieval.
     fn quality_explains(&self, is_longer: bool) -> bool {
         let enough = if is_longer { QUALITY_CHANGE } else { -QUALITY_CHANGE };
         self.quality_change().map_or(!self.curve("quality").is_empty(), |change| change > enough)
@@ -318,7 +319,8 @@ mod tests {
         let mut health = Health::default();
         let mut check = |step: u32| {
             let evaluated_step = u64::from(step);
-            let validation = ValidationProgress { evaluated_step, best_step: best_step.min(evaluated_step) };
+            let best_step = best_step.min(evaluated_step);
+            let validation = ValidationProgress { evaluated_step, best_step, keeps_gain: best_step > 0 };
             health.check(&metrics(&[(name, curve(f64::from(step)))]), validation)
         };
         (0..30).map(|step| check(step).len()).sum()
@@ -336,16 +338,17 @@ mod tests {
         assert_eq!((of(0), of(5), of(15)), (1, 0, 0));
         let mut health = Health::default();
         let none = metrics(&[("critic/vf_explained_var", -0.2)]);
-        let early = ValidationProgress { evaluated_step: 10, best_step: 0 };
+        let early = ValidationProgress { evaluated_step: 10, ..Default::default() };
         assert_eq!((0..30).map(|_| health.check(&none, early).len()).sum::<usize>(), 0, "no evaluation late enough");
-        let late = ValidationProgress { evaluated_step: 20, best_step: 0 };
+        let late = ValidationProgress { evaluated_step: 20, ..Default::default() };
         assert!(health.check(&none, late).first().is_some_and(|warning| warning.contains("rl.critic = \"adapter\"")));
     }
 
     /// Warnings of 30 steps with the metrics of `of_step`, in a run that improves on validation from step 5 on.
     fn texts(of_step: impl Fn(f64) -> Metrics) -> String {
         let mut health = Health::default();
-        let validation = |step: u64| ValidationProgress { evaluated_step: step, best_step: step.min(5) };
+        let validation =
+            |step: u64| ValidationProgress { evaluated_step: step, best_step: step.min(5), keeps_gain: step > 0 };
         (0..30u32).flat_map(|step| health.check(&of_step(f64::from(step)), validation(step.into()))).collect()
     }
 
@@ -371,15 +374,20 @@ mod tests {
             })
         };
         assert!(run(1.1, 0.0).contains("length") && run(0.9, -0.002).contains("length"));
-        assert_eq!((run(1.1, 0.002), run(0.9, 0.0)), (String::new(), String::new()));
+        assert_eq!((run(1.1, 0.003), run(0.9, 0.0)), (String::new(), String::new()));
     }
 
     /// Symptom: runs that learned when to keep a query, which has one best response, had both warnings.
     #[test]
-    fn equal_samples_are_reported_where_nothing_was_learned() {
-        for (name, converged) in [("frac_reward_zero_std", 1.0), ("actor/entropy", 0.01)] {
-            let curve = |step: f64| if step < 15.0 { 0.5 } else { converged };
-            assert_eq!((warnings_with(name, curve, 10), warnings(name, curve)), (0, 1), "{name}");
+    fn equal_samples_are_reported_where_no_gain_is_kept() {
+        let of = |(name, converged): (&str, f64), keeps_gain: bool| {
+            let mut health = Health::default();
+            let validation = ValidationProgress { evaluated_step: 20, best_step: 10, keeps_gain };
+            let at = |step: u32| metrics(&[(name, if step < 15 { 0.5 } else { converged })]);
+            (0..30).map(|step| health.check(&at(step), validation).len()).sum::<usize>()
+        };
+        for metric in [("frac_reward_zero_std", 1.0), ("actor/entropy", 0.01)] {
+            assert_eq!((of(metric, true), of(metric, false)), (0, 1), "{metric:?}");
         }
     }
 
@@ -450,7 +458,7 @@ mod tests {
     #[test]
     fn a_warning_about_updates_says_where_nothing_is_to_be_done() {
         let said = |name: &str, best_step| {
-            let validation = ValidationProgress { evaluated_step: 5, best_step };
+            let validation = ValidationProgress { evaluated_step: 5, best_step, keeps_gain: false };
             Health::default().check(&metrics(&[(name, 2.0)]), validation).concat()
         };
         let (clipped, drifted) = ("actor/pg_clipfrac", "actor/ref_kl");
@@ -495,7 +503,8 @@ mod tests {
         assert_eq!(warnings("response/distinct_across_queries", |_| 0.9), 0);
         assert_eq!(warnings("response_length/mean", |step| 10.0 + step), 1);
         assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.3), 1);
-        assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.05), 0);
+        let then = |length: f64| warnings("response_length/mean", |step| if step < 1.0 { 10.0 } else { length });
+        assert_eq!([then(14.0), then(16.0), then(7.0), then(6.0)], [0, 1, 0, 1]);
         assert_eq!(warnings("rollout_probs_diff", |_| 2e-5), 1);
         assert_eq!(warnings("rollout_probs_diff", |_| 1e-6), 0);
         assert_eq!(warnings("rollout_corr/rollout_is_eff_sample_size", |_| 0.3), 1);

@@ -243,16 +243,25 @@ pub(super) struct BestCheckpoint {
     pub(super) step: u64,
     pub(super) evaluation: Evaluation,
     pub(super) first_reward: f64,
+    /// Reward of the last evaluation.
+    #[serde(default)]
+    last_reward: f64,
     /// Number of evaluations since the best one.
     n_worse: usize,
 }
 
 impl BestCheckpoint {
     pub(super) fn new(first: Evaluation) -> Self {
-        Self { step: 0, first_reward: first.reward, evaluation: first, n_worse: 0 }
+        Self { step: 0, first_reward: first.reward, last_reward: first.reward, evaluation: first, n_worse: 0 }
+    }
+
+    /// Whether the last evaluation has at least half of what the best one gained over the policy before training.
+    pub(super) fn keeps_gain(&self) -> bool {
+        self.step > 0 && 2.0 * (self.last_reward - self.first_reward) >= self.evaluation.reward - self.first_reward
     }
 
     pub(super) fn update(&mut self, step: u64, evaluation: Evaluation) {
+        self.last_reward = evaluation.reward;
         if evaluation.is_better_than(&self.evaluation) {
             (self.step, self.evaluation, self.n_worse) = (step, evaluation, 0);
         } else {

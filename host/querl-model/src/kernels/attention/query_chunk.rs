@@ -136,8 +136,8 @@ impl QueryChunk {
 
     /// Writes the gradient of queries to `dq` `(queries, heads * D)`; returns the gradients of keys and values.
     ///
-    /// With `P` the probabilities and `g` the gradient of the output `O`: `dV = P^T g`, `dP = g V^T`, `dS = P * (dP - rowsum(g * O))`, `dQ
-    /// = scale dS K`, `dK = scale dS^T Q`.
+    /// With `P` the probabilities and `g` the gradient of the output `O`: `dV = P^T g`, `dP = g V^T`, `dS = P * (dP - rowsum(g * O))`,
+    /// `dQ = scale dS K`, `dK = scale dS^T Q`.
     pub(super) fn backward(
         &self,
         heads: Heads,
