@@ -203,9 +203,24 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| kind(cause) == Some(std::io::ErrorKind::BrokenPipe))
 }
 
+/// Context of an error: the configuration key of a plugin.
+#[derive(Debug)]
+pub(crate) struct PluginKey(pub(crate) String);
+
+impl std::fmt::Display for PluginKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
 /// The configuration key (or the end of it) that an error after reading the configuration is about, such as an environment variable without
 /// an API key or a plugin's setting; `None` for other errors.
 pub fn key_of(error: &anyhow::Error) -> Option<String> {
+    let of_plugin = error.downcast_ref::<PluginKey>().map(|PluginKey(key)| key.clone());
+    of_plugin.or_else(|| key_in_causes(error))
+}
+
+fn key_in_causes(error: &anyhow::Error) -> Option<String> {
     error.chain().find_map(|cause| match (cause.downcast_ref(), cause.downcast_ref()) {
         (Some(DataError::Setting { key, .. }), _) if key.ends_with(".api_key_env") => Some(key.clone()),
         // A missing setting has no location; another plugin may have a setting of the same name.

@@ -1,7 +1,7 @@
 //! The loaded plugins of a configuration, and the options of this program's plugin hosts.
 
 use crate::environment::WeightedReward;
-use crate::failure::Stop;
+use crate::failure::{PluginKey, Stop};
 use crate::faults::{FaultLog, Logged};
 use crate::host_functions::RunHostFunctions;
 use crate::ledger::Inputs;
@@ -133,7 +133,8 @@ impl Plugins {
             faults.clone().map(|folder| FaultLog { folder, role, path, settings, host_functions })
         };
         let plugin = loading.next(&config.prompt.settings)?;
-        let prompts = Arc::from(loading.host.open(&plugin, &config.prompt.settings, PluginPort::prompts())?);
+        let opened = loading.host.open(&plugin, &config.prompt.settings, PluginPort::prompts());
+        let prompts = Arc::from(opened.map_err(|error| of_key(error, "plugins.prompt.path".into()))?);
         check_judgements(judge, &prompts)?;
         let prompts: Arc<dyn Prompts> = match log("prompt", &config.prompt.path, &config.prompt.settings) {
             Some(log) => Arc::new(Logged { plugin: prompts, log }),
@@ -141,10 +142,11 @@ impl Plugins {
         };
         let mut filters: Vec<Arc<dyn Filter>> = Vec::new();
         let mut filters_use_words = false;
-        for filter in &config.filters {
+        for (index, filter) in config.filters.iter().enumerate() {
             let plugin = loading.next(&filter.settings)?;
             let port = PluginPort::filter().with_functions(Some(functions.clone()));
-            let opened = Arc::from(loading.host.open(&plugin, &filter.settings, port)?);
+            let opened = loading.host.open(&plugin, &filter.settings, port);
+            let opened = Arc::from(opened.map_err(|error| of_key(error, format!("plugins.filters[{index}].path")))?);
             filters_use_words |= plugin.host_functions().contains(&HostInterface::Words);
             filters.push(match log("filter", &filter.path, &filter.settings) {
                 Some(log) => Arc::new(Logged { plugin: opened, log }),
@@ -454,7 +456,8 @@ impl Loading<'_> {
     ) -> anyhow::Result<Arc<dyn RewardModel>> {
         if !scores_style(plugin) {
             let port = PluginPort::reward().with_functions(Some(self.functions.clone()));
-            return Ok(Arc::from(self.host.open(plugin, settings, port)?));
+            let opened = self.host.open(plugin, settings, port);
+            return Ok(Arc::from(opened.map_err(|error| of_key(error, format!("plugins.rewards[{index}].path")))?));
         }
         let Some(style) = style else {
             let id = plugin.id();
@@ -473,6 +476,14 @@ impl Loading<'_> {
         let port = PluginPort::style_scorer(None).with_functions(Some(self.functions.clone()));
         let scorer = self.host.open(plugin, settings, port)?;
         Ok(Arc::new(StyleReward::new(scorer)))
+    }
+}
+
+/// Adds the configuration key to an error about the plugin's kind.
+fn of_key(error: PluginError, key: String) -> anyhow::Error {
+    match error {
+        PluginError::WrongKind { .. } => anyhow::Error::from(error).context(PluginKey(key)),
+        _ => error.into(),
     }
 }
 

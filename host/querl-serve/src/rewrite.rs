@@ -168,7 +168,10 @@ async fn unknown_route(uri: Uri) -> Response {
 }
 
 async fn wrong_method(method: Method, uri: Uri) -> Response {
-    let what = format!("method {method} is not allowed at `{}`; read /docs", uri.path());
+    let path = uri.path();
+    let is_post = method == Method::GET && !path.starts_with("/admin/");
+    let remedy = if is_post { "use POST, and read /docs" } else { "read /docs" };
+    let what = format!("method {method} is not allowed at `{path}`; {remedy}");
     ErrorResponse::new(StatusCode::METHOD_NOT_ALLOWED, what).into_body(ErrorForm::OpenAi)
 }
 

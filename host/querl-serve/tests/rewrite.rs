@@ -237,7 +237,8 @@ async fn rejected_requests_get_a_message() {
     assert_eq!(other_control_characters.1["rewrite"], "a\u{7}\t\u{1b}||");
     let full = server.post("/v1/rewrite", &json!({"query": "busy"})).send().await.unwrap();
     assert_eq!(header(&full, "retry-after"), Some("1"));
-    assert_eq!(server.get("/v1/rewrite").await.0, 405);
+    let (status, wrong_method) = server.get("/v1/rewrite").await;
+    assert!(status == 405 && wrong_method.contains("GET is not allowed at `/v1/rewrite`; use POST"), "{wrong_method}");
     let (status, nowhere) = server.get("/nowhere").await;
     assert!(status == 404 && nowhere.contains("use /v1/rewrite, or read /docs"), "{nowhere}");
     // Symptom: the error of a client with a wrong base URL did not name the right one.
@@ -560,6 +561,13 @@ async fn errors_of_chat_completions_have_openais_form() {
             "model",
             "model_not_found",
             "model `shpo/rewrite` is not served here; did you mean `shop/rewrite`?",
+        ),
+        (
+            request("model", json!("gpt-4")),
+            404,
+            "model",
+            "model_not_found",
+            "model `gpt-4` is not served here; served: `shop`, `shop/rewrite`",
         ),
         (request("n", json!(2)), 422, "n", "", "`n` is 2; expected 1"),
         (request("temperature", json!(3)), 422, "temperature", "", "`temperature` is 3; expected 0 to 2"),

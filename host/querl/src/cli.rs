@@ -9,6 +9,7 @@ use anyhow::Context;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use querl_core::config::keys;
+use querl_core::text::misspelt;
 use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::COMPILE_COMMAND;
 use std::io::Write;
@@ -160,6 +161,14 @@ fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
         let groups: Vec<String> = groups.collect();
         return (!groups.is_empty()).then(|| format!("use {}", groups.join(" or ")));
     }
+    // `querl serve DIR` is a command too: a misspelt subcommand is taken as its folder.
+    if let [_, serve, name, _, ..] = arguments
+        && serve == "serve"
+        && error.kind() == ErrorKind::ArgumentConflict
+    {
+        let near = misspelt(name, cli.find_subcommand(serve)?.get_subcommands().map(clap::Command::get_name))?;
+        return Some(format!("use `querl serve {near}`"));
+    }
     let unknown = error.get(ContextKind::InvalidArg).filter(|_| error.kind() == ErrorKind::UnknownArgument);
     let Some(ContextValue::String(unknown)) = unknown else { return None };
     let mut command = &cli;
@@ -248,6 +257,8 @@ mod tests {
         let of_folder = said("querl run a.toml --output_dir X");
         assert!(of_folder.contains("tip: use --out X\n") && !of_folder.contains("Usage:"), "{of_folder}");
         assert!(said("querl pretrain").contains("tip: use `querl model pretrain`\n"), "{}", said("querl pretrain"));
+        let said_of_serve = said("querl serve rewrit DIR");
+        assert!(said_of_serve.contains("tip: use `querl serve rewrite`\n"), "{said_of_serve}");
         // Regression: `querl model init`, which makes random weights, was suggested.
         for line in ["querl init", "querl config init", "querl config new"] {
             let said = said(line);

@@ -69,6 +69,8 @@ fn a_constant_rewrite_is_named_in_text_json_page_and_exit_code() {
     assert!(output.stdout.contains("`深海鱼油 价格` was the rewrite of"), "{}", output.stdout);
     assert!(output.stdout.ends_with(" signs of reward hacking\n"), "{}", output.stdout);
     assert!(output.stdout.contains("no second retriever: run/config.resolved.toml: no such file"), "{}", output.stdout);
+    let legend = "), with their lines of episodes.jsonl\nhigh reward with low quality, ";
+    assert!(output.stdout.contains(legend), "{}", output.stdout);
     assert!(project.read("pages/audit.html").contains("深海鱼油 价格"));
 
     let found = project.json(&["audit", "run", "--show", "3"]);

@@ -538,6 +538,12 @@ fn unusable_plugin_is_reported() {
     let project = Project::new();
     project.edit(&reward, &format!("{}/plugins/filter-quality", repository().display()));
     let message = project.refusal(&["run", "querl.toml"], 2);
+    // The key and its line, the last of the file.
+    let place = format!(
+        "querl.toml:{}: plugins.rewards[0].path: plugin filter-quality ",
+        project.read("querl.toml").lines().count()
+    );
+    assert!(message.starts_with(&place), "{message}");
     assert!(message.ends_with("it is a filter plugin; expected a reward plugin"), "{message}");
 
     let project = Project::new();

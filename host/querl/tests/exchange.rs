@@ -97,6 +97,9 @@ fn responses_that_are_edits_are_counted_and_said_at_export() {
     let count = |name: &str| facts[name].as_u64().unwrap();
     let forms = ["- keep the query", "- add to the query", "- add the history", "- replace the query"].map(count);
     assert_eq!(forms.iter().sum::<u64>(), count("kept"), "{facts}");
+    let train = project.rows("edits/data/train.jsonl");
+    let is_kept = |row: &&Value| row["messages"].as_array().unwrap().last().unwrap()["role"] == "assistant";
+    assert_eq!(train.iter().filter(is_kept).count() as u64, count("kept rows of train, for sft"), "{facts}");
     let rows: Vec<Value> =
         ["train", "val", "test"].iter().flat_map(|split| project.rows(&format!("edits/data/{split}.jsonl"))).collect();
     let targets = rows.iter().filter_map(|row| row["messages"].as_array().unwrap().last());

@@ -130,6 +130,11 @@ async fn a_folder_or_a_run_is_served_as_the_classifier_is() {
         format!("note: `querl serve DIR` is now `querl serve style DIR`; the old form still works\n{message}");
     assert_eq!((said.code, said.stderr), (Some(2), message));
     assert_eq!(project.querl(&["serve", "style", "querl.toml"]).code, Some(2));
+    // Symptom: the message about a run did not name the command that serves it.
+    project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
+    let run = project.querl(&["serve", "run"]);
+    let message = "error: run: this is a run; serve it with `querl serve rewrite run`, or, to serve a style model, ";
+    assert!(run.code == Some(2) && run.stderr.contains(message), "{run:#?}");
     assert_eq!(project.querl(&["serve"]).code, Some(2));
 }
 

@@ -350,7 +350,10 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
     let later = project.querl(&[&["serve", "rewrite", "run"][..], &keys].concat());
     assert!(later.code == Some(2) && later.stderr.contains(&format!("warning: {unknown}\n")), "{later:#?}");
     assert!(later.stderr.contains("no key is required of tenant `fivedoctors`;"), "{later:#?}");
-    assert!(serve(&["run", "run"]).contains("are both of tenant `fivedoctors`"));
+    // Symptom: the address was announced first.
+    let twice = project.querl(&[&SERVE[..], &["run", "run", "--addr", "127.0.0.1:0"]].concat());
+    assert!(twice.stderr.contains("are both of tenant `fivedoctors`"), "{twice:#?}");
+    assert_eq!((twice.code, twice.stdout.as_str()), (Some(2), ""), "{twice:#?}");
 
     let adapter = project.path("run/rl/best/adapter_model.safetensors");
     let mut bytes = std::fs::read(&adapter).unwrap();

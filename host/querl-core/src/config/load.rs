@@ -786,6 +786,9 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
     #[test]
     fn bad_flags_are_named_as_flags() {
         assert_eq!(fault(GOOD, &["rl.gae_lambda=1.4"]), "--set rl.gae_lambda is 1.4; expected 0.0 to 1.0");
+        let text_for_section = fault(GOOD, &["plugins.rewards=['p']"]);
+        let expected = "plugins.rewards[0] is \"p\"; expected a section, such as { path = \"...\" }";
+        assert!(text_for_section.ends_with(expected), "{text_for_section}");
         let expected = "--set rl.gea_lambda: unknown key rl.gea_lambda; did you mean gae_lambda?";
         assert_eq!(fault(GOOD, &["rl.gea_lambda=1"]), expected);
         let missing = |value: &str| {

@@ -149,7 +149,9 @@ pub(super) fn kind(schema: &Value) -> String {
     } else if has_type(schema, "array") {
         list_kind(schema)
     } else if has_type(schema, "object") {
-        "a section".into()
+        // A path in place of a plugin's section.
+        let form = if is_required(schema, "path") { ", such as { path = \"...\" }" } else { "" };
+        format!("a section{form}")
     } else if !choices(schema).is_empty() {
         or_list(&choices(schema))
     } else {

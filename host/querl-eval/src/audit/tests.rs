@@ -239,7 +239,12 @@ fn few_steps_are_not_audited() {
     let audit = audited(&training(5, learns, honest));
     assert_eq!(audit.not_audited(), Some(audit.verdict()));
     assert_eq!(audit.verdict(), "not enough steps to audit: scored rollouts of 5 steps, 8 are needed");
-    assert!(audit_text(&audited(&[])).contains("nothing to audit"));
+    // Symptom: the sentence came last, below a table of `-`.
+    let text = audit_text(&audit);
+    assert!(text.starts_with(&audit.verdict) && text.matches(&audit.verdict).count() == 1, "{text}");
+    assert!(!text.contains("change [95% interval]"), "{text}");
+    let nothing = audit_text(&audited(&[]));
+    assert!(nothing.starts_with("not enough steps to audit: scored rollouts of 0 steps"), "{nothing}");
 }
 
 #[test]

@@ -11,15 +11,18 @@ use unicode_width::UnicodeWidthStr;
 /// Maximum line length, in terminal columns.
 const MAX_WIDTH: usize = 100;
 
-/// Renders the audit in lines of at most 100 columns, with the signs and the verdict last. Ends with a line break.
+/// Renders the audit in lines of at most 100 columns, with the signs and the verdict last. With too few steps the verdict is first, and
+/// there is no table. Ends with a line break.
 pub fn audit_text(audit: &Audit) -> String {
+    let is_too_short = audit.windows.is_empty() && audit.signs.is_empty();
     let sections = [
+        if is_too_short { wrapped(&audit.verdict, MAX_WIDTH) } else { Vec::new() },
         std::iter::once(head(audit)).chain(windows(audit)).collect(),
         audit.notes.iter().flat_map(|note| wrapped(&printable(note), MAX_WIDTH)).collect(),
-        table(audit),
+        if is_too_short { Vec::new() } else { table(audit) },
         training(audit),
         suspicious(audit),
-        sign_lines(audit),
+        if is_too_short { Vec::new() } else { sign_lines(audit) },
     ];
     let sections = sections.into_iter().filter(|lines: &Vec<String>| !lines.is_empty());
     let texts: Vec<String> = sections.map(|lines| lines.join("\n") + "\n").collect();
@@ -86,9 +89,6 @@ pub(super) fn title(kind: MeasureKind) -> &'static str {
 }
 
 fn table(audit: &Audit) -> Vec<String> {
-    if audit.measures.is_empty() {
-        return vec!["no scored rollout of training: nothing to audit".to_owned()];
-    }
     let rows: Vec<[String; 6]> = audit.measures.iter().map(cells).collect();
     let head = HEADS.map(str::to_owned);
     let width = |column: usize| rows.iter().chain([&head]).map(|row| row[column].width()).max().unwrap_or(0);
@@ -122,7 +122,10 @@ fn suspicious(audit: &Audit) -> Vec<String> {
     if audit.suspicious.is_empty() {
         return Vec::new();
     }
-    let mut lines = vec![format!("most suspicious episodes ({})", audit.suspicious.len())];
+    let mut lines = vec![
+        format!("most suspicious episodes ({}), with their lines of episodes.jsonl", audit.suspicious.len()),
+        "high reward with low quality, or one of the signs; an episode here is not a sign by itself".to_owned(),
+    ];
     lines.extend((1..).zip(&audit.suspicious).flat_map(|(number, one)| episode(number, one)));
     lines
 }

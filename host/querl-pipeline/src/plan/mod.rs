@@ -24,7 +24,7 @@ pub use tokens::{Coverage, TokenizerFacts, UnknownChars};
 
 use crate::failure::Stop;
 use crate::hub_name;
-use crate::ledger::{Ledger, listing};
+use crate::ledger::{Ledger, StageName, listing};
 use crate::report::win_rate_note;
 use crate::run::{Run, outside_for_scoring};
 use crate::stages::changed_since_data;
@@ -263,14 +263,31 @@ pub fn summary(config: &Config) -> anyhow::Result<Vec<Advice>> {
     Ok(advice)
 }
 
-/// Logs the [`summary`]: as a warning what makes a gain less likely. Errors are ignored here, since the stages report them.
-pub fn log_summary(config: &Config) {
-    match summary(config) {
-        Ok(advice) => advice.iter().for_each(|Advice { topic, level, finding, action }| match level {
-            Level::Ok | Level::Unknown => tracing::info!("plan: {topic}: {finding}; {action}"),
-            Level::Weak | Level::Bad => tracing::warn!("plan: {topic}: {finding}; {action}"),
-        }),
-        Err(error) => tracing::debug!("no summary of the plan: {error:#}"),
+/// Logs what the [`summary`] finds, unless a stage of the run is finished: as a warning what makes a gain less likely. Errors are ignored here,
+/// since the stages report them. `path`: the configuration file, for the command that says what to do.
+pub fn log_summary(config: &Config, path: &Path) {
+    let has_finished_stage = |ledger: Ledger| {
+        StageName::ALL.into_iter().any(|stage| ledger.entry(stage.as_str()).is_some_and(|entry| entry.finished))
+    };
+    if Ledger::open(&RunDir::new(&config.output_dir).stages()).is_ok_and(has_finished_stage) {
+        return;
+    }
+    let advice = match summary(config) {
+        Ok(advice) => advice,
+        Err(error) => {
+            tracing::debug!("no summary of the plan: {error:#}");
+            return;
+        }
+    };
+    for Advice { topic, level, finding, .. } in &advice {
+        match level {
+            Level::Ok => {}
+            Level::Unknown => tracing::info!("plan: {topic}: {finding}"),
+            Level::Weak | Level::Bad => tracing::warn!("plan: {topic}: {finding}"),
+        }
+    }
+    if advice.iter().any(|one| one.level >= Level::Weak) {
+        tracing::info!("plan: `querl plan {}` says what to do", path.display());
     }
 }
 

@@ -38,6 +38,21 @@ pub struct ServingOptions {
     pub dtype: Option<BaseDtype>,
 }
 
+/// Checks that each run is of another tenant, before anything is loaded.
+///
+/// # Errors
+/// Two runs have the same tenant.
+pub fn check_tenants(runs: &[ServedRun]) -> Result<(), Stop> {
+    for (index, run) in runs.iter().enumerate() {
+        if let Some(other) = runs[..index].iter().find(|other| other.config.tenant == run.config.tenant) {
+            let (tenant, other, own) = (&run.config.tenant, other.dir.root().display(), run.dir.root().display());
+            let message = format!("{other} and {own} are both of tenant `{tenant}`; serve one of them");
+            return Err(Stop::usage(message));
+        }
+    }
+    Ok(())
+}
+
 /// The models of all tenants, served by one engine.
 pub struct ServedModels {
     base: BaseModel,
@@ -53,7 +68,7 @@ impl ServedModels {
     /// the models are dropped. `find` opens a run that is loaded later, by its folder or configuration.
     ///
     /// # Errors
-    /// A run is unfinished or damaged, fails the golden check, has another base, or has the same tenant as another run.
+    /// A run is unfinished or damaged, fails the golden check, or has another base.
     pub fn serve(
         runs: Vec<ServedRun>,
         find: fn(&Path) -> anyhow::Result<ServedRun>,
@@ -62,13 +77,6 @@ impl ServedModels {
     ) -> anyhow::Result<()> {
         let first =
             runs.first().ok_or_else(|| Stop::usage("nothing to serve; name a run's folder or configuration"))?;
-        for (index, run) in runs.iter().enumerate() {
-            if let Some(other) = runs[..index].iter().find(|other| other.config.tenant == run.config.tenant) {
-                let (tenant, other, own) = (&run.config.tenant, other.dir.root().display(), run.dir.root().display());
-                let message = format!("{other} and {own} are both of tenant `{tenant}`; serve one of them");
-                return Err(Stop::usage(message).into());
-            }
-        }
         let base = BaseModel::load(first, options.dtype)?;
         let (engine, worker) =
             worker::start(base.decoder.clone(), base.tokenizer.clone(), options.engine, options.max_waiting)?;

@@ -95,6 +95,8 @@ struct Dataset {
     dropped: RecordWriter,
     codes: BTreeMap<String, u64>,
     n_kept: u64,
+    /// Kept rows of the training split.
+    n_for_sft: u64,
     form: RewriteForm,
     /// Kept targets by [`FORMS`].
     n_by_form: [u64; 4],
@@ -106,7 +108,7 @@ impl Dataset {
         let [train, val, test] = Split::ALL.map(|split| RecordWriter::create(&dir.split(split)));
         let (splits, dropped) = ([train?, val?, test?], RecordWriter::create(&dir.dropped())?);
         let (codes, n_by_form, top1) = (BTreeMap::new(), [0; 4], Mean::default());
-        Ok(Self { splits, dropped, codes, n_kept: 0, form, n_by_form, top1 })
+        Ok(Self { splits, dropped, codes, n_kept: 0, n_for_sft: 0, form, n_by_form, top1 })
     }
 
     fn put(&mut self, made: &ConvertedRow) -> Result<(), DataError> {
@@ -118,6 +120,7 @@ impl Dataset {
             ConvertedRow::Row(split, row) => {
                 if let Some(target) = row.target() {
                     self.n_kept += 1;
+                    self.n_for_sft += u64::from(*split == Split::Train);
                     self.n_by_form[form_of(target)] += 1;
                     row.metadata.top1_score.into_iter().for_each(|score| self.top1.add(score));
                 }
@@ -139,6 +142,7 @@ impl Dataset {
         for (split, rows) in Split::ALL.into_iter().zip(&self.splits) {
             facts.add_part(split.name(), rows.n());
         }
+        facts.add("kept rows of train, for sft", self.n_for_sft);
         facts.add("mean top1 of the kept", self.top1.value());
         self.splits.into_iter().chain([self.dropped]).try_for_each(RecordWriter::commit)?;
         Ok(facts)

@@ -271,6 +271,8 @@ pub(super) fn since_epoch() -> Duration {
 
 /// Maximum number of suggested names in a message.
 const MAX_SUGGESTIONS: usize = 3;
+/// Maximum number of models in a message about an unknown one.
+const MAX_LISTED_MODELS: usize = 5;
 
 pub(super) fn unknown_tenant(param: &'static str, name: &str, scope: &str, permitted: &[Tenant]) -> ErrorResponse {
     let short: String = name.chars().take(64).collect();
@@ -282,6 +284,12 @@ pub(super) fn unknown_tenant(param: &'static str, name: &str, scope: &str, permi
     let mut what = format!("{param} `{short}` is not served {scope}");
     if !near.is_empty() {
         what += &format!("; did you mean {}?", near.join(" or "));
+    } else if param == "model" && !permitted.is_empty() {
+        // As `GET /v1/models` lists them.
+        let models =
+            permitted.iter().flat_map(|Tenant { name, .. }| ["", REWRITE_SUFFIX].map(|end| format!("`{name}{end}`")));
+        let more = if 2 * permitted.len() > MAX_LISTED_MODELS { ", ..." } else { "" };
+        what += &format!("; served: {}{more}", models.take(MAX_LISTED_MODELS).collect::<Vec<_>>().join(", "));
     }
     let code = if param == "model" { "model_not_found" } else { "tenant_not_found" };
     ErrorResponse { code: Some(code), param: Some(param), ..ErrorResponse::not_found(what) }

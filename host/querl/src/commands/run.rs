@@ -115,7 +115,7 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
         run.outside = run.outside.with_fresh_retrievals();
     }
     if first == StageName::Rewrite && last > StageName::Rewrite {
-        log_summary(&run.config);
+        log_summary(&run.config, &args.config.path);
     }
     // Data stages have next to nothing that a tracker shows.
     let tracker = if last >= StageName::Sft { TrackerProcess::start(&run.config.tracking, &run.dir) } else { None };

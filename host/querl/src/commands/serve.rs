@@ -26,7 +26,7 @@ use querl_model::classifier::{
 use querl_pipeline::interrupt;
 use querl_pipeline::release::{FollowedReleases, ReleasesFolder};
 use querl_pipeline::retrieval::ModelShelf;
-use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions};
+use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions, check_tenants};
 use querl_serve::{
     ClassifiedText, GENERAL_RAG_ROUTE, KnowledgeBase, PendingRequest, RewriteOptions, RewriteService, ServeError,
     ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Traces, Upstream, bind, block_on,
@@ -306,11 +306,12 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     let loaded = released.iter().flatten().map(|(release, run)| (run.config.tenant.clone(), release.clone()));
     let followed = folder.zip(Some(loaded.collect::<Vec<_>>()));
     let paths = args.runs.iter().map(|path| run_folders(path)).collect::<anyhow::Result<Vec<_>>>()?.concat();
-    let runs = match released {
+    let runs: Vec<ServedRun> = match released {
         Some(released) => released.into_iter().map(|(_, run)| run).collect(),
         None => paths.iter().map(|path| served_run(path)).collect::<anyhow::Result<Vec<_>>>()?,
     };
-    let tenants: Vec<String> = runs.iter().map(|run: &ServedRun| run.config.tenant.clone()).collect();
+    check_tenants(&runs)?;
+    let tenants: Vec<String> = runs.iter().map(|run| run.config.tenant.clone()).collect();
     check_keys(args, &tenants)?;
     let service = RewriteService::new(service_options).map_err(|error| {
         let is_in_use = matches!(error.downcast_ref::<DirLockError>(), Some(DirLockError::InUse { .. }));
@@ -438,9 +439,15 @@ fn style_model_of_run(path: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
     };
     let style = config.plugins.style_model;
     if style.path.is_none() {
-        let message =
-            "has no style model to serve; name a classifier of `querl style train` as plugins.style_model.path";
-        return Err(usage(format!("{}: {message}", path.display())).into());
+        let remedy = "name a classifier of `querl style train` as plugins.style_model.path";
+        let shown = path.display();
+        let message = match path.is_dir() {
+            true => format!(
+                "{shown}: this is a run; serve it with `querl serve rewrite {shown}`, or, to serve a style model, {remedy}"
+            ),
+            false => format!("{shown}: has no style model to serve; {remedy}"),
+        };
+        return Err(usage(message).into());
     }
     Ok(Some(style))
 }
