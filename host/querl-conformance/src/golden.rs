@@ -38,7 +38,7 @@ use querl_bundle::Bundle;
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::ports::{HostFunctions, PluginFault, PromptInput, PromptTask, StyleModel};
 use querl_core::records::{
-    CallFailure, Columns, Context, Dialogue, Episode, EpisodeRecord, Hit, HostCall, Message, Rejection, Reward, Sample,
+    CallFailure, Columns, Context, Dialogue, Episode, Hit, HostCall, Message, Rejection, Reward, Sample,
     StyleProbability, Verdict,
 };
 use querl_plugin::{Plugin, PluginError, PluginKind, PluginSettings};
@@ -84,9 +84,9 @@ impl GoldenTypes for HostTypes {
     }
 
     fn episode(value: Value) -> Result<Episode, String> {
-        // Deserialized as a line of an episode file, so that the checks of records apply to golden cases.
-        let line = json!({"format": EpisodeRecord::FORMAT, "episode": value}).to_string();
-        let episode = episodes::parse(line.as_bytes(), 1)?.ok_or("`episode` is blank")?.episode;
+        let mut episode: Episode = read("episode", &value).map_err(|problem| format!("{problem}; correct the line"))?;
+        // The checks of recorded episodes apply to golden cases too.
+        episodes::complete_and_check(&mut episode, 0)?;
         known_keys(&value, &json!(episode), "episode")?;
         Ok(episode)
     }
@@ -548,6 +548,9 @@ mod tests {
 {"episode": {}} | `name` is missing
 {"name": " ", "task": "judge"} | `name` is blank
 {"name": "a"} | expected one of `episode`, `episodes`, `samples`, `task`
+{"name": "a", "episod": {}, "expect": {"total": 1}} | unknown key `episod`, expected one of `episode`, `episodes`
+{"name": "a", "episode": {"query": "a", "policy": {"rewrit": "b"}}, "expect": {"total": 1}} | `episode`: unknown field `rewrit`, expected one of
+{"name": "a", "episode": {"query": "a", "policy": "b"}, "expect": {"total": 1}} | ; correct the line
 {"name": "a", EPISODE, "expect": {"total": 1}, "note": "x"} | unknown key `note`, expected one of `name`, `settings`, `episode`, `expect`, `calls`
 {"name": "a", EPISODE, "expect": {"totl": 1}} | unknown field `totl`
 {"name": "a", EPISODE, "expect": {"total": 1, "rejected": "x"}} | expected either `total`

@@ -78,7 +78,7 @@ fn a_golden_case_that_comes_out_otherwise_is_shown_with_its_place() {
     assert!(failure(&report, "golden: 设置")[1].contains("setting `scale`"), "{}", report.text());
     let text = report.text();
     assert!(text.contains("`别的种类` is a case for a prompt; the plugin is of another kind"), "{text}");
-    assert!(text.contains("golden/cases.jsonl:7: expected one of `episode`"), "{text}");
+    assert!(text.contains("golden/cases.jsonl:7: unknown key `parse_rewritten`, expected one of `episode`"), "{text}");
 }
 
 #[test]

@@ -48,8 +48,15 @@ pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
             Err(Stop::usage(format!("{}: {problem}; {remedy}", dir.stages().display())).into())
         }
         _ => {
-            let message = format!("{}: not an evaluated run; run `querl eval CONFIG` first", dir.root().display());
-            Err(Stop::usage(message).into())
+            let run = dir.root().display();
+            let is_unfinished = |stage: &StageName| ledger.entry(stage.as_str()).is_some_and(|entry| !entry.finished);
+            Err(Stop::usage(match StageName::ALL.into_iter().find(is_unfinished) {
+                Some(stage) => {
+                    format!("{run}: the run was stopped in `{stage}`; `querl run CONFIG --out {run}` resumes it")
+                }
+                None => format!("{run}: not an evaluated run; run `querl eval CONFIG` first"),
+            })
+            .into())
         }
     }
 }

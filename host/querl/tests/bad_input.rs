@@ -12,7 +12,7 @@ use support::{CommandOutput, Project, model, repository};
 fn unusable_configuration_is_reported() {
     let cases = r#"
 sample_rate = 0.5 | sample_rate = 1.5 | querl.toml:15: judge.sample_rate is 1.5; expected 0.0 to 1.0
-sample_rate | sampel_rate | querl.toml:15: unknown key judge.sampel_rate; did you mean sample_rate?
+sample_rate | sampel_rate | querl.toml:15: unknown key judge.sampel_rate; did you mean judge.sample_rate?
 kind = "rubric" | kind = 1 | querl.toml:14: judge.kind is 1; expected rubric, openai or none
 max_steps = 2\nbatch | max_steps = "2"\nbatch | querl.toml:30: rl.max_steps is "2"; expected an integer
 [judge] | [judge | querl.toml:13: not valid TOML: unclosed table, expected `]`

@@ -283,14 +283,16 @@ fn a_path_that_is_no_plugin_folder_is_refused_with_the_command_that_makes_one() 
     project.write("file.txt", "");
     std::fs::create_dir(project.path("empty")).unwrap();
     let remedy = "`querl plugin new NAME --kind reward --lang python` makes one";
-    for command in ["dev", "build", "pack"] {
+    for command in ["dev", "build", "pack", "doctor"] {
         let refused = |path: &str| project.refusal(&["plugin", command, path], 2);
         assert_eq!(refused("nowhere"), format!("nowhere: there is no such folder; {remedy}"));
         let expected = format!("file.txt: is a file; expected a plugin's source folder; {remedy}");
         assert_eq!(refused("file.txt"), expected);
     }
     let empty = project.refusal(&["plugin", "dev", "empty"], 2);
-    assert_eq!(empty, "empty: the folder holds no plugin.toml; `querl plugin new` makes one to start from");
+    assert_eq!(empty, format!("empty: the folder holds no plugin.toml; {remedy}"));
+    let inside = project.refusal(&["plugin", "doctor", "file.txt/inside"], 2);
+    assert!(inside.starts_with("file.txt/inside: cannot be read: "), "{inside}");
 }
 
 #[test]
@@ -302,6 +304,8 @@ fn doctor_names_each_tool_with_its_version_or_the_command_that_installs_it() {
     assert_eq!(names, ["python3", "venv", "componentize-py"], "{said:#?}");
     let all_ok = tools.iter().all(|tool| tool["ok"] == json!(true));
     assert_eq!(said.code, Some(i32::from(!all_ok)));
+    let can_install = tools.iter().any(|tool| tool["install"].is_array());
+    assert_eq!(said.stderr.contains("; `querl plugin doctor length --install` "), can_install, "{said:#?}");
     for tool in tools {
         assert_eq!(tool["ok"] == json!(true), tool["remedy"].is_null(), "{tool}");
         assert!(tool["version"].is_string() || tool["remedy"].is_string(), "{tool}");

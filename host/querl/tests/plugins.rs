@@ -292,7 +292,7 @@ fn bad_input_is_named() {
     project.write("not.querl", "not a bundle");
     std::fs::create_dir(project.path("empty")).unwrap();
     let reward = plugin("reward-competition");
-    let cases: [(&[&str], &str); 10] = [
+    let cases: [(&[&str], &str); 13] = [
         (&["test", "nothing"], "plugin nothing: "),
         (&["test", "empty"], "plugin empty: the folder holds no "),
         (&["test", &reward, "--settings", "clip"], "--settings `clip`: expected KEY=VALUE"),
@@ -300,7 +300,13 @@ fn bad_input_is_named() {
         (&["pack", "empty"], "empty/plugin.toml: "),
         (&["inspect", "not.querl"], "not.querl: "),
         (&["inspect", "nothing"], "nothing: there is no such file or folder"),
-        (&["sign", "not.querl", "--key", "nothing.pem"], "nothing.pem: "),
+        (
+            &["sign", "not.querl", "--key", "nothing.pem"],
+            "nothing.pem: there is no such file; expected a private key, which `querl plugin sign --new-key FILE` makes",
+        ),
+        (&["pack", &reward, "--sign", "nothing.pem"], "nothing.pem: there is no such file; expected a private key"),
+        (&["verify", "nothing"], "nothing: there is no such file; expected a `.querl` bundle"),
+        (&["verify", "empty"], "empty: is a folder; expected a `.querl` bundle"),
         (&["push", "not.querl", "localhost:1/x"], "not.querl: "),
         (&["pull", "http://localhost:1/x"], "`http://localhost:1/x` begins with a protocol"),
     ];

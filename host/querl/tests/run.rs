@@ -204,14 +204,16 @@ fn a_killed_run_is_finished_by_the_next_as_if_nothing_had_been() {
 
     kill_within(&project, &args, "sft", 2);
     let half = project.querl(&["rl", "querl.toml"]);
-    let message = "error: sft was stopped on the way; run `querl sft` first, or `querl run`\n";
+    let message = "error: sft was stopped on the way; `querl run CONFIG --out run` resumes it\n";
     assert_eq!((half.code, half.stderr.as_str()), (Some(2), message));
 
     kill_within(&project, &args, "rl", 2);
     assert!(project.path("run/rl/best").is_dir(), "there from the first evaluation on");
     let half = project.querl(&["eval", "querl.toml"]);
-    let message = "error: rl was stopped on the way; run `querl rl` first, or `querl run`\n";
+    let message = "error: rl was stopped on the way; `querl run CONFIG --out run` resumes it\n";
     assert_eq!((half.code, half.stderr.as_str()), (Some(2), message));
+    let unreported = project.refusal(&["report", "run"], 2);
+    assert_eq!(unreported, "run: the run was stopped in `rl`; `querl run CONFIG --out run` resumes it");
 
     let done = project.querl(&args).ok();
     assert!(done.stderr.contains("rl: running (stopped on the way last time)\n"), "{done:#?}");

@@ -129,7 +129,9 @@ fn what_cannot_be_searched_is_refused_before_anything_runs() {
     let seeds = ["--seeds", "1"];
     let of = |grid: &str| refusal(&[&["--grid", grid][..], &seeds].concat());
     assert_eq!(of("rl.kl_coef"), "--grid `rl.kl_coef`: expected KEY=V1,V2, such as --grid rl.kl_coef=0.01,0.05");
-    assert_eq!(of("rl.gamma=0.9,2"), "--set rl.gamma is 2; expected 0.0 to 1.0");
+    assert_eq!(of("rl.gamma=0.9,2"), "--grid rl.gamma is 2; expected 0.0 to 1.0");
+    let misspelt = "--grid rl.kl_coeff: unknown key rl.kl_coeff; did you mean rl.kl_coef?";
+    assert_eq!(of("rl.kl_coeff=0.02,0.05"), misspelt);
     assert!(
         of("retrieval.top_k=3,5").starts_with("--grid retrieval.top_k: it changes what the validation split measures")
     );

@@ -36,6 +36,21 @@ const EXPECT = {
   dialogue: SCORE,
 };
 
+const isNumber = (value) => typeof value === "number";
+
+/** What a key of `expect` holds; a text if it is not here. */
+const FORM = {
+  total: [isNumber, "a number"],
+  tolerance: [isNumber, "a number"],
+  score: [isNumber, "a number"],
+  components: [(value) => typeof value === "object" && Object.values(value).every(isNumber), "an object of numbers"],
+  contains: [Array.isArray, "a list of texts"],
+  messages: [Array.isArray, "a list of messages"],
+};
+
+/** Keys of a case next to that of its input. */
+const OTHER_KEYS = ["name", "settings", "input", "style_model", "calls", "expect"];
+
 const WITH_CALLS = ["episode", "episodes", "samples"];
 
 export function readGolden(folder) {
@@ -62,7 +77,11 @@ function goldenCase(place, value) {
     const fields = new form.Fields(value, "case");
     const name = fields.take("name");
     const about = Object.keys(KIND_OF).find((form) => fields.has(form));
-    if (!about) throw new TypeError(`expected one of ${Object.keys(KIND_OF).join(", ")}`);
+    if (!about) {
+      const unknown = Object.keys(value).find((key) => !OTHER_KEYS.includes(key));
+      const expected = `expected one of \`${Object.keys(KIND_OF).join("`, `")}\``;
+      throw new TypeError(unknown ? `unknown key \`${unknown}\`, ${expected}` : expected);
+    }
     const read = {
       place,
       name,
@@ -76,11 +95,18 @@ function goldenCase(place, value) {
     };
     fields.end();
     for (const each of [read.expect].flat()) {
-      if (each !== "keep") form.whole(each, "expect", (fields) => fields.known(...EXPECT[about]));
+      if (each !== "keep") checkTypes(form.whole(each, "expect", (fields) => fields.known(...EXPECT[about])));
     }
     return read;
   } catch (error) {
     throw new TypeError(`${place}: ${error.message}`);
+  }
+}
+
+function checkTypes(expect) {
+  for (const [key, got] of Object.entries(expect)) {
+    const [isValid, expected] = FORM[key] ?? [(value) => typeof value === "string", "a text"];
+    if (!isValid(got)) throw new TypeError(`\`${key}\` in \`expect\` is ${JSON.stringify(got)}; expected ${expected}`);
   }
 }
 

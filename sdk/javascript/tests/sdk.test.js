@@ -97,6 +97,15 @@ test("golden cases pass and a wrong one is named with what came back", () => {
   const misspelt = { ...GOLDEN, expect: { total: 0.5, totl: 1 } };
   const unknown = /a.jsonl:1: unknown key `totl` in `expect`, expected one of `total`, `tolerance`, /;
   assert.throws(() => checkGolden(reward, folderWith("a.jsonl", misspelt)), unknown);
+  for (const [expect, message] of [
+    [{ total: "high" }, /a.jsonl:2: `total` in `expect` is "high"; expected a number/],
+    [{ total: 1, components: { n_chars: "4" } }, /a.jsonl:2: `components` in `expect` is .*; expected an object of numbers/],
+    [{ rejected: 1 }, /a.jsonl:2: `rejected` in `expect` is 1; expected a text/],
+  ]) {
+    assert.throws(() => checkGolden(reward, folderWith("a.jsonl", right, { ...GOLDEN, expect })), message);
+  }
+  const other = { name: "x", episod: {}, expect: { total: 1 } };
+  assert.throws(() => checkGolden(reward, folderWith("a.jsonl", other)), /a.jsonl:1: unknown key `episod`, expected one of `episode`, /);
 });
 
 test("golden cases have the results of host functions", () => {

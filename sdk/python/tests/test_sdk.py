@@ -207,6 +207,16 @@ class TestTesting(unittest.TestCase):
             check_golden(Length, folder_with("a.jsonl", right, wrong))
         with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `totl` in `expect`, expected one of `total`, `tolerance`, "):
             check_golden(Length, folder_with("a.jsonl", {**GOLDEN, "expect": {"total": 0.5, "totl": 1}}))
+        for expect, message in [
+            ({"total": "high"}, '`total` in `expect` is "high"; expected a number'),
+            ({"total": True}, "`total` in `expect` is true; expected a number"),
+            ({"total": 1, "components": {"n_chars": "4"}}, "`components` in `expect` is .*; expected an object of numbers"),
+            ({"rejected": 1}, "`rejected` in `expect` is 1; expected a text"),
+        ]:
+            with self.assertRaisesRegex(ValueError, f"a.jsonl:2: {message}"):
+                check_golden(Length, folder_with("a.jsonl", right, {**GOLDEN, "expect": expect}))
+        with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `episod`, expected one of `episode`, "):
+            check_golden(Length, folder_with("a.jsonl", {"name": "x", "episod": {}, "expect": {"total": 1}}))
         with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `polcy` in `episode`, expected one of `id`, "):
             odd = {**right, "episode": {**right["episode"], "polcy": {}}}
             check_golden(Length, folder_with("a.jsonl", odd))

@@ -741,11 +741,11 @@ gae_lambda = 0.95 | algorithm = "raft"\nn_samples = 4\nclip_range_high = 0.28 | 
 gae_lambda = 0.95 | dynamic_sampling = true | querl.toml:16: rl.dynamic_sampling is true; rl.algorithm does not compare samples of one query, expected false
 gae_lambda = 0.95 | anchor_baseline = 0 | querl.toml:16: rl.anchor_baseline is set; rl.algorithm does not compare samples of one query, leave it out
 gae_lambda = 0.95 | overlong_buffer_len = 151 | querl.toml:16: rl.overlong_buffer_len is 151; expected at most rl.max_new_tokens, 150
-gae_lambda | clip_rnage | querl.toml:16: unknown key rl.clip_rnage; did you mean clip_range?
+gae_lambda | clip_rnage | querl.toml:16: unknown key rl.clip_rnage; did you mean rl.clip_range?
 tenant = "fivedoctors" |  | querl.toml: the key tenant is missing; expected a string
 [model]\npath = "tiny" |  | querl.toml: the section [model] is missing; examples/appliances/querl.toml is an example, and `querl config schema` lists the keys
-gae_lambda | lr | querl.toml:16: unknown key rl.lr; did you mean learning_rate?
-gae_lambda | num_generations | querl.toml:16: unknown key rl.num_generations; did you mean n_samples?
+gae_lambda | lr | querl.toml:16: unknown key rl.lr; did you mean rl.learning_rate?
+gae_lambda | num_generations | querl.toml:16: unknown key rl.num_generations; did you mean rl.n_samples?
 "rubric" | rubric | querl.toml:8: not valid TOML: the value is no number, true or false; a text needs quotes: "rubric"
 0.95 | True | querl.toml:16: not valid TOML: the value is no number, true or false; a text needs quotes: "True"
 path = "tiny" |  | querl.toml:13: the key model.path is missing; expected a string
@@ -789,7 +789,7 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
         let text_for_section = fault(GOOD, &["plugins.rewards=['p']"]);
         let expected = "plugins.rewards[0] is \"p\"; expected a section, such as { path = \"...\" }";
         assert!(text_for_section.ends_with(expected), "{text_for_section}");
-        let expected = "--set rl.gea_lambda: unknown key rl.gea_lambda; did you mean gae_lambda?";
+        let expected = "--set rl.gea_lambda: unknown key rl.gea_lambda; did you mean rl.gae_lambda?";
         assert_eq!(fault(GOOD, &["rl.gea_lambda=1"]), expected);
         let missing = |value: &str| {
             fault(GOOD, &[value]).replace(&std::env::current_dir().unwrap().display().to_string(), "here")

@@ -339,7 +339,7 @@ fn unknown<'a>(key: &str, name: &str, known: impl Iterator<Item = &'a String>) -
         None => nearest(name, known.iter().copied()).first().copied(),
     };
     let message = match near {
-        Some(near) => format!("unknown key {key}; did you mean {near}?"),
+        Some(near) => format!("unknown key {key}; did you mean {}{near}?", key.strip_suffix(name).unwrap_or_default()),
         None => format!("unknown key {key}; `querl config schema` lists the keys"),
     };
     Violation::new(key, message)

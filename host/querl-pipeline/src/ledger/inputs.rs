@@ -88,7 +88,8 @@ impl Inputs {
         let entry = ledger.entry(stage.as_str());
         // Files of an unfinished stage are not results.
         if entry.is_some_and(|entry| !entry.finished) {
-            let message = format!("{stage} was stopped on the way; run `querl {stage}` first, or `querl run`");
+            let run = ledger.root().display();
+            let message = format!("{stage} was stopped on the way; `querl run CONFIG --out {run}` resumes it");
             return Err(Stop::usage(message).into());
         }
         if entry.is_none() && path.exists() {
@@ -419,8 +420,9 @@ mod tests {
         assert_eq!(refusal(&mut inputs, &ledger), Err(missing));
         std::fs::write(&path, "{}").unwrap();
         ledger.put("convert", Entry::begun(Inputs::default())).unwrap();
-        let half = "convert was stopped on the way; run `querl convert` first, or `querl run`";
-        assert_eq!(refusal(&mut inputs, &ledger), Err(half.into()));
+        let run = folder.path().display();
+        let half = format!("convert was stopped on the way; `querl run CONFIG --out {run}` resumes it");
+        assert_eq!(refusal(&mut inputs, &ledger), Err(half));
         ledger.put("convert", Entry { finished: true, ..Entry::begun(Inputs::default()) }).unwrap();
         assert_eq!(refusal(&mut inputs, &ledger), Ok(()));
         assert_eq!(inputs.upstream(), [("train.jsonl of convert", StageName::Convert)]);

@@ -23,7 +23,7 @@ use crate::failure::Stop;
 use crate::files::unwritable;
 use anyhow::Context;
 use grid::{Settings, combinations, rungs};
-use querl_core::config::{Config, Overrides, RetrievalKind, load};
+use querl_core::config::{Config, ConfigError, ConfigLocation, Overrides, RetrievalKind, load};
 use querl_core::dir_lock::DirLock;
 use querl_core::fsx::{read_bounded, write_atomic};
 use querl_core::ports::Reporter;
@@ -113,6 +113,17 @@ fn check_metric(metric: &str, config: &Config) -> Result<(), Stop> {
     )))
 }
 
+/// Names `--grid` in an error about a setting of the grid, which a trial has as `--set`.
+fn naming_grid(mut error: ConfigError, grid: &[GridKey]) -> ConfigError {
+    if let ConfigError::Flag { flag, .. } | ConfigError::Invalid { location: ConfigLocation::Flag(flag), .. } =
+        &mut error
+        && let Some(key) = flag.strip_prefix("--set ").filter(|key| grid.iter().any(|varied| varied.key == *key))
+    {
+        *flag = format!("--grid {key}");
+    }
+    error
+}
+
 /// A combination with a trial for each seed.
 struct Combination {
     settings: Settings,
@@ -150,7 +161,8 @@ impl<'a> Sweep<'a> {
             let trial = |seed: &u64| -> anyhow::Result<Trial> {
                 let dir = options.out.join(TRIALS).join(format!("c{number:03}-s{seed}"));
                 let set = [base.set.as_slice(), settings.as_slice(), &[format!("seed={seed}")]].concat();
-                let config = load(config, &Overrides { set, out: Some(dir), ..base.clone() })?;
+                let config = load(config, &Overrides { set, out: Some(dir), ..base.clone() });
+                let config = config.map_err(|error| naming_grid(error, &options.grid))?;
                 Ok(Trial { dir: RunDir::new(&config.output_dir), config })
             };
             let trials = options.seeds.iter().map(trial).collect::<anyhow::Result<Vec<_>>>()?;

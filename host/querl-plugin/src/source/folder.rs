@@ -46,7 +46,7 @@ impl ScriptFolder {
         if !folder.join("plugin.toml").is_file() {
             return Err(unreadable(
                 folder,
-                "the folder holds no plugin.toml; `querl plugin new` makes one to start from",
+                "the folder holds no plugin.toml; `querl plugin new NAME --kind reward --lang python` makes one",
             ));
         }
         let absolute = folder.canonicalize().map_err(|error| unreadable(folder, error.to_string()))?;
@@ -316,7 +316,7 @@ pub(super) mod tests {
         let folder = tempfile::tempdir().unwrap();
         let read =
             || ScriptFolder::read(folder.path(), "vendor/querl_sdk", "no-such").map(drop).unwrap_err().to_string();
-        assert!(read().ends_with("no plugin.toml; `querl plugin new` makes one to start from"));
+        assert!(read().contains("the folder holds no plugin.toml; `querl plugin new NAME "));
         std::fs::write(folder.path().join("plugin.toml"), MANIFEST).unwrap();
         assert!(read().contains("it has no `vendor/querl_sdk`"), "{}", read());
     }

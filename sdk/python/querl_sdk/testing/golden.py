@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ _ABOUT = {
     "parse_judgement": Prompt,
     "dialogue": StyleScorer,
 }
+_OTHER_KEYS = ("name", "settings", "input", "style_model", "calls", "expect")
 _SCORE = ("total", "tolerance", "components", "rejected")
 _EXPECT: dict[str, tuple[str, ...]] = {
     "episode": _SCORE,
@@ -38,6 +41,29 @@ _EXPECT: dict[str, tuple[str, ...]] = {
     "parse_judgement": ("score", "reason", "rejected"),
     "dialogue": _SCORE,
 }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+_FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "total": (_is_number, "a number"),
+    "tolerance": (_is_number, "a number"),
+    "score": (_is_number, "a number"),
+    "components": (lambda value: isinstance(value, dict) and all(map(_is_number, value.values())), "an object of numbers"),
+    "contains": (_is_list, "a list of texts"),
+    "messages": (_is_list, "a list of messages"),
+}
+"""What a key of `expect` holds; a text if it is not here."""
 
 
 @dataclass
@@ -89,7 +115,8 @@ def _case(place: str, value: Any) -> GoldenCase:
         name, settings = fields.take("name"), fields.optional("settings", {})
         about = next((about for about in _ABOUT if about in fields), None)
         if about is None:
-            raise ValueError(f"expected one of {', '.join(f'`{about}`' for about in _ABOUT)}")
+            unknown = next((f"unknown key `{key}`, " for key in value if key not in _OTHER_KEYS), "")
+            raise ValueError(f"{unknown}expected one of {', '.join(f'`{about}`' for about in _ABOUT)}")
         case = GoldenCase(
             place=place,
             name=name,
@@ -109,12 +136,16 @@ def _case(place: str, value: Any) -> GoldenCase:
 
 
 def _check_expect(about: str, value: Any) -> None:
-    """Refuses unknown keys of what is expected."""
+    """Refuses unknown keys and values of another type in what is expected."""
     for each in value if isinstance(value, list) else [value]:
         if each != "keep":
             fields = json_form.Fields(each, "expect")
-            fields.known(*_EXPECT[about])
+            known = fields.known(*_EXPECT[about])
             fields.end()
+            for key, got in known.items():
+                is_valid, expected = _FORM.get(key, (_is_text, "a text"))
+                if not is_valid(got):
+                    raise ValueError(f"`{key}` in `expect` is {json.dumps(got, ensure_ascii=False)}; expected {expected}")
 
 
 def _sent(about: str, value: Any, name: str) -> Any:

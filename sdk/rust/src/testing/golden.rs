@@ -485,6 +485,7 @@ mod tests {
         for (line, expected) in [
             ("{", "not a JSON object: "),
             (r#"{"name": "a"}"#, "expected one of `episode`, `episodes`, `samples`, `task`"),
+            (r#"{"name": "a", "expect": {}, "sample": []}"#, "unknown key `sample`, expected one of `episode`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"total": 1}}, "note": 1}}"#), "unknown key `note`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"totl": 1}}}}"#), "`expect`: unknown field `totl`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"tolerance": 1}}}}"#), "expected either `total`"),

@@ -340,8 +340,11 @@ fn body<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>
             Ok(GoldenBody::Style(dialogue, classes, score(fields)?))
         }
         () => {
-            Err("expected one of `episode`, `episodes`, `samples`, `task`, `parse_rewrite`, `parse_judgement` and `dialogue`"
-                .into())
+            let of_bodies = ["calls", "expect", "input", "style_model"];
+            let unknown = fields.unread.keys().find(|key| !of_bodies.contains(&key.as_str()));
+            let unknown = unknown.map(|key| format!("unknown key `{key}`, ")).unwrap_or_default();
+            let bodies = "`episode`, `episodes`, `samples`, `task`, `parse_rewrite`, `parse_judgement` and `dialogue`";
+            Err(format!("{unknown}expected one of {bodies}"))
         }
     }
 }

@@ -13,6 +13,7 @@ use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{compiler, open_host};
 use querl_plugin::SourceFolders;
 use serde_json::json;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// Enough to see a plugin that draws random numbers; `querl plugin test` repeats more.
@@ -155,8 +156,24 @@ fn write_key(key: &SigningKey, path: &Path) -> anyhow::Result<()> {
         .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", public.display())).into())
 }
 
+/// Refuses a path that is no file.
+fn check_file(path: &Path, expected: &str) -> Result<(), Stop> {
+    let problem = match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => "is a folder",
+        Err(error) if error.kind() == ErrorKind::NotFound => "there is no such file",
+        _ => return Ok(()),
+    };
+    Err(Stop::usage(format!("{}: {problem}; expected {expected}", path.display())))
+}
+
+fn open_bundle(path: &Path) -> anyhow::Result<Bundle> {
+    check_file(path, "a `.querl` bundle, which `querl plugin pack` makes")?;
+    Ok(Bundle::open(path)?)
+}
+
 /// Reads a private key; says where it is in a form that other tools do not read.
-fn read_key(path: &Path) -> Result<SigningKey, BundleError> {
+fn read_key(path: &Path) -> anyhow::Result<SigningKey> {
+    check_file(path, "a private key, which `querl plugin sign --new-key FILE` makes")?;
     let key = SigningKey::read(path)?;
     if key.form() == KeyForm::Pkcs8WithPublicKey {
         let path = path.display();
@@ -191,7 +208,7 @@ fn signed_line(path: &Path, digest: &str, key: &str) -> String {
 
 /// Adds a signature to the file at `path` and returns the bundle's digest.
 fn sign_file(path: &Path, key: &SigningKey) -> anyhow::Result<String> {
-    let digest = Bundle::open(path)?.digest().to_owned();
+    let digest = open_bundle(path)?.digest().to_owned();
     let bytes = std::fs::read(path).with_context(|| format!("{}: cannot be read", path.display()))?;
     let signed = querl_bundle::sign(&bytes, key)?;
     write_atomic(path, &signed).with_context(|| format!("{}: cannot be written", path.display()))?;
@@ -214,8 +231,11 @@ pub struct VerifyArgs {
 /// by one of them.
 pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
     let keys = public_keys(&args.key)?;
-    let bundle = Bundle::open(&args.bundle).map_err(verdict)?;
-    let signed_by = if keys.is_empty() { None } else { Some(bundle.verify(&keys).map_err(verdict)?.to_string()) };
+    let bundle = open_bundle(&args.bundle).map_err(verdict)?;
+    let signed_by = match keys.is_empty() {
+        true => None,
+        false => Some(bundle.verify(&keys).map_err(|error| verdict(error.into()))?.to_string()),
+    };
     let signers: Vec<String> = bundle.signatures().iter().map(|signature| signature.key().to_string()).collect();
     let result = json!({ "digest": bundle.digest(), "signers": signers, "signed_by": signed_by });
     args.format.print(&result, || {
@@ -230,10 +250,10 @@ pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
 }
 
 /// A bundle that does not stand the check is this command's answer, not a wrong use of it.
-fn verdict(error: BundleError) -> anyhow::Error {
-    match error {
-        BundleError::Archive { .. } | BundleError::Untrusted { .. } => anyhow::anyhow!("{error}"),
-        other => other.into(),
+fn verdict(error: anyhow::Error) -> anyhow::Error {
+    match error.downcast_ref::<BundleError>() {
+        Some(BundleError::Archive { .. } | BundleError::Untrusted { .. }) => anyhow::anyhow!("{error}"),
+        _ => error,
     }
 }
 
@@ -288,7 +308,7 @@ impl RegistryArgs {
 
 /// Runs `querl plugin push`: puts a bundle into a registry, with its component as an artifact of its own for other tools.
 pub fn push(args: &PushArgs) -> anyhow::Result<()> {
-    Bundle::open(&args.bundle)?;
+    open_bundle(&args.bundle)?;
     let bytes = std::fs::read(&args.bundle).with_context(|| format!("{}: cannot be read", args.bundle.display()))?;
     let (location, credentials, transport) = args.registry.open()?;
     let runtime = runtime()?;

@@ -105,7 +105,7 @@ impl Job {
     fn open(args: &DevArgs, scratch: &Path) -> anyhow::Result<Self> {
         super::check_folder(&args.folder)?;
         if !args.folder.join("plugin.toml").is_file() {
-            let message = "the folder holds no plugin.toml; `querl plugin new` makes one to start from";
+            let message = format!("the folder holds no plugin.toml; {}", super::NEW_FOLDER);
             return Err(Stop::usage(format!("{}: {message}", args.folder.display())).into());
         }
         let source = NativeFolder::read(&args.folder)?;

@@ -48,6 +48,9 @@ struct Tool {
 
 /// Runs `querl plugin doctor`: prints which build tools are there and which are missing. Exit code 1 if one is missing.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
+    if let Some(folder) = &args.folder {
+        super::check_folder(folder)?;
+    }
     let source = args.folder.as_deref().map(NativeFolder::read).transpose()?;
     let (folder, languages) = match &source {
         Some(source) => (source.folder.clone(), vec![source.language]),
@@ -65,7 +68,12 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
     if missing.is_empty() {
         return Ok(());
     }
-    anyhow::bail!("missing: {}", missing.join(", "))
+    let named = args.folder.as_deref().unwrap_or(Path::new("FOLDER")).display();
+    let remedy = match !args.install && tools.iter().any(|tool| !tool.install.is_empty()) {
+        true => format!("; `querl plugin doctor {named} --install` runs the install commands of the folder's language"),
+        false => String::new(),
+    };
+    anyhow::bail!("missing: {}{remedy}", missing.join(", "))
 }
 
 fn tools(languages: &[Language], folder: &Path) -> Vec<Tool> {

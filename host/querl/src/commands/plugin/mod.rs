@@ -18,7 +18,7 @@ use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{PluginUse, Plugins, Used, compiler};
 use querl_plugin::{BuildOutput, PluginKind};
 use serde_json::{Value, json};
-use std::io::{stdin, stdout};
+use std::io::{ErrorKind, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -79,15 +79,18 @@ pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
     }
 }
 
+/// Remedy where a plugin's folder is missing.
+const NEW_FOLDER: &str = "`querl plugin new NAME --kind reward --lang python` makes one";
+
 /// Refuses a path that is no folder.
 fn check_folder(path: &Path) -> Result<(), Stop> {
-    let problem = match path.is_dir() {
-        true => return Ok(()),
-        false if path.exists() => "is a file; expected a plugin's source folder",
-        false => "there is no such folder",
+    let problem = match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => return Ok(()),
+        Ok(_) => "is a file; expected a plugin's source folder",
+        Err(error) if error.kind() == ErrorKind::NotFound => "there is no such folder",
+        Err(error) => return Err(Stop::usage(format!("{}: cannot be read: {error}", path.display()))),
     };
-    let remedy = "`querl plugin new NAME --kind reward --lang python` makes one";
-    Err(Stop::usage(format!("{}: {problem}; {remedy}", path.display())))
+    Err(Stop::usage(format!("{}: {problem}; {NEW_FOLDER}", path.display())))
 }
 
 #[derive(Debug, Args)]

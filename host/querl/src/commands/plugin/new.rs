@@ -76,6 +76,7 @@ fn steps(folder: &Path, language: Language) -> Vec<(String, &'static str)> {
         (format!("cd {}", folder.display()), "read README.md there"),
         (test.into(), "the plugin's own tests"),
         ("querl plugin doctor . --install".into(), "once: what builds components"),
+        ("querl plugin dev .".into(), "while you edit: tests, scores and component after each save"),
         ("querl plugin build .".into(), "the component"),
         ("querl plugin test .".into(), "the contract and the golden cases"),
         ("querl plugin pack .".into(), "one file to sign and to ship"),
