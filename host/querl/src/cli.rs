@@ -145,6 +145,14 @@ fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
     /// A key such as `path` is one of many sections.
     const MAX_NAMED: usize = 4;
     let cli = Cli::command();
+    // `querl serve DIR` is a command too: a misspelt subcommand is taken as its folder.
+    if let [_, serve, name, _, ..] = arguments
+        && serve == "serve"
+        && error.kind() == ErrorKind::ArgumentConflict
+    {
+        let near = misspelt(name, cli.find_subcommand(serve)?.get_subcommands().map(clap::Command::get_name))?;
+        return Some(format!("use `querl serve {near}`"));
+    }
     if let Some(ContextValue::String(name)) = error.get(ContextKind::InvalidSubcommand) {
         let first = arguments.iter().skip(1).find(|argument| !argument.starts_with('-'));
         let is_new_config = match first.map(String::as_str) {
@@ -160,14 +168,6 @@ fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
         let groups = cli.get_subcommands().filter(has).map(|group| format!("`querl {} {name}`", group.get_name()));
         let groups: Vec<String> = groups.collect();
         return (!groups.is_empty()).then(|| format!("use {}", groups.join(" or ")));
-    }
-    // `querl serve DIR` is a command too: a misspelt subcommand is taken as its folder.
-    if let [_, serve, name, _, ..] = arguments
-        && serve == "serve"
-        && error.kind() == ErrorKind::ArgumentConflict
-    {
-        let near = misspelt(name, cli.find_subcommand(serve)?.get_subcommands().map(clap::Command::get_name))?;
-        return Some(format!("use `querl serve {near}`"));
     }
     let unknown = error.get(ContextKind::InvalidArg).filter(|_| error.kind() == ErrorKind::UnknownArgument);
     let Some(ContextValue::String(unknown)) = unknown else { return None };

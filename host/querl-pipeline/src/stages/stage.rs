@@ -220,7 +220,7 @@ pub(crate) fn add_retrieval(inputs: &mut Inputs, config: &Config) -> anyhow::Res
         inputs.text(INDEX, INDEX_VERSION);
     }
     if retrieval.embedding.kind != EmbeddingKind::None {
-        inputs.text("order of equal fused scores", "by vectors");
+        inputs.text("retrieval.embedding.order of equal fused scores", "by vectors");
         inputs.section("retrieval.embedding", &retrieval.embedding, &[&CALLS[..], &PRICES, &["path"]].concat())?;
     }
     if retrieval.rerank.kind != RerankKind::None {

@@ -41,7 +41,7 @@ pub struct PackArgs {
 /// same folder gives the same bytes.
 pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
     let folder = &args.folder;
-    super::check_folder(folder)?;
+    super::folder::check(folder)?;
     let key = args.sign.as_deref().map(read_key).transpose()?;
     let manifest = Manifest::read(folder)?;
     let plugin = open_host(&PluginLimits::default(), &[], SourceFolders::Build)?.load(folder)?;

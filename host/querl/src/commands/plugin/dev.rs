@@ -103,9 +103,9 @@ pub fn run(args: &DevArgs) -> anyhow::Result<()> {
 
 impl Job {
     fn open(args: &DevArgs, scratch: &Path) -> anyhow::Result<Self> {
-        super::check_folder(&args.folder)?;
+        super::folder::check(&args.folder)?;
         if !args.folder.join("plugin.toml").is_file() {
-            let message = format!("the folder holds no plugin.toml; {}", super::NEW_FOLDER);
+            let message = format!("the folder holds no plugin.toml; {}", super::folder::REMEDY);
             return Err(Stop::usage(format!("{}: {message}", args.folder.display())).into());
         }
         let source = NativeFolder::read(&args.folder)?;

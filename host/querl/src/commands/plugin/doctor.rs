@@ -49,7 +49,7 @@ struct Tool {
 /// Runs `querl plugin doctor`: prints which build tools are there and which are missing. Exit code 1 if one is missing.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
     if let Some(folder) = &args.folder {
-        super::check_folder(folder)?;
+        super::folder::check(folder)?;
     }
     let source = args.folder.as_deref().map(NativeFolder::read).transpose()?;
     let (folder, languages) = match &source {

@@ -4,6 +4,7 @@ pub mod bench;
 pub mod bundle;
 pub mod dev;
 pub mod doctor;
+mod folder;
 pub mod inspect;
 pub mod new;
 pub mod replay;
@@ -18,7 +19,7 @@ use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{PluginUse, Plugins, Used, compiler};
 use querl_plugin::{BuildOutput, PluginKind};
 use serde_json::{Value, json};
-use std::io::{ErrorKind, stdin, stdout};
+use std::io::{stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -79,20 +80,6 @@ pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
     }
 }
 
-/// Remedy where a plugin's folder is missing.
-const NEW_FOLDER: &str = "`querl plugin new NAME --kind reward --lang python` makes one";
-
-/// Refuses a path that is no folder.
-fn check_folder(path: &Path) -> Result<(), Stop> {
-    let problem = match std::fs::metadata(path) {
-        Ok(metadata) if metadata.is_dir() => return Ok(()),
-        Ok(_) => "is a file; expected a plugin's source folder",
-        Err(error) if error.kind() == ErrorKind::NotFound => "there is no such folder",
-        Err(error) => return Err(Stop::usage(format!("{}: cannot be read: {error}", path.display()))),
-    };
-    Err(Stop::usage(format!("{}: {problem}; {NEW_FOLDER}", path.display())))
-}
-
 #[derive(Debug, Args)]
 pub struct BuildArgs {
     /// Folders of plugins
@@ -103,7 +90,7 @@ pub struct BuildArgs {
 }
 
 fn build(args: &BuildArgs) -> anyhow::Result<()> {
-    args.folders.iter().try_for_each(|folder| check_folder(folder))?;
+    args.folders.iter().try_for_each(|folder| folder::check(folder))?;
     args.folders.iter().try_for_each(|folder| build_folder(folder, args.format))
 }
 
