@@ -61,12 +61,10 @@ def querl(options: argparse.Namespace, config: Path, folder: Path, last: str, se
         sys.exit(f"{folder}: exit code {done.returncode}\n{done.stderr[-2000:]}")
 
 
-def best(folder: Path) -> tuple[float, float]:
-    """Reward and retrieval quality of the evaluation with the highest reward; evaluations are on the validation split."""
+def best_reward(folder: Path) -> float:
+    """The highest reward of the evaluations, which are on the validation split."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    evaluations = [row for row in rows if row["stage"] == "rl" and "val/reward" in row]
-    row = max(evaluations, key=lambda row: row["val/reward"])
-    return row["val/reward"], row.get("val/avg_quality", float("nan"))
+    return max(row["val/reward"] for row in rows if row["stage"] == "rl" and "val/reward" in row)
 
 
 def interval(values: list[float]) -> str:
@@ -113,7 +111,7 @@ def main() -> None:
             shutil.copytree(folder(task, "sft", seed), new)
             new.rename(run)
         querl(options, configs[task], run, "rl", [f"seed={seed}", *variants[variant]])
-        print(f"{task}, seed {seed}, {variant}: {best(run)[0]:.3f}", flush=True)
+        print(f"{task}, seed {seed}, {variant}: {best_reward(run):.3f}", flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(fine_tune, [(task, seed) for seed in options.seeds for task in options.tasks]))
@@ -124,8 +122,7 @@ def main() -> None:
     for name in variants:
         cells = []
         for task in options.tasks:
-            rewards = [best(folder(task, name, seed))[0] for seed in options.seeds]
-            defaults = [best(folder(task, DEFAULT, seed))[0] for seed in options.seeds]
+            rewards, defaults = ([best_reward(folder(task, of, seed)) for seed in options.seeds] for of in (name, DEFAULT))
             differences = [reward - default for reward, default in zip(rewards, defaults)]
             cells.append(f"{statistics.mean(rewards):.3f}" if name == DEFAULT else interval(differences))
         print(f"| {name} | " + " | ".join(cells) + " |")
