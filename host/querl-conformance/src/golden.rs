@@ -312,9 +312,11 @@ pub(crate) fn check(subject: &Subject<'_>, of_kind: PluginKind, cases: &mut Vec<
     }
 }
 
-/// Reports what remains: invalid lines, and cases for a kind that the plugin does not export.
-pub(crate) fn check_rest(cases: Vec<Case>, section: &mut Section) {
-    for (origin, case) in cases {
+/// Removes invalid lines, and cases for a kind that the plugin does not export, from `cases` and reports them. Runs before the checks
+/// that take seconds.
+pub(crate) fn check_lines(kinds: &[PluginKind], cases: &mut Vec<Case>, section: &mut Section) {
+    let is_unusable = |(_, case): &mut Case| !matches!(case, Ok(case) if kinds.contains(&kind(&case.body)));
+    for (origin, case) in cases.extract_if(.., is_unusable) {
         let violation = match case {
             Err(message) => Violation::new(origin.as_str(), format!("{origin}: {message}")),
             Ok(case) => {

@@ -49,10 +49,11 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     whole.add("loads", LOADS, || Ok(String::new()));
     checks::check_identity(&subject, &mut whole);
     checks::check_description(&subject, &mut whole);
+    let mut cases = golden::of_plugin(path, &plugin);
+    golden::check_lines(plugin.kinds(), &mut cases, &mut whole);
     if takes_settings(&subject)? {
         checks::settings::check(&subject, &mut whole);
     }
-    let mut cases = golden::of_plugin(path, &plugin);
     let (mut by_kind, mut cost) = (Vec::new(), Vec::new());
     for kind in plugin.kinds() {
         let mut section = checks::of_kind(&subject, *kind);
@@ -61,7 +62,6 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
         by_kind.extend(section.into_checks());
         cost.extend(checks::cost::of_kind(&subject, *kind));
     }
-    golden::check_rest(cases, &mut whole);
     checks::cost::check_requested_limits(&subject, &meter.peak(), &cost, &mut whole);
     let mut checks = whole.into_checks();
     checks.extend(by_kind);

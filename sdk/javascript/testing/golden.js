@@ -4,6 +4,7 @@ import assert from "node:assert/strict";
 import { readdirSync } from "node:fs";
 import { join } from "node:path";
 import { fileURLToPath } from "node:url";
+import { describe } from "../description.js";
 import { Settings } from "../settings.js";
 import { Rejection } from "../types.js";
 import { declared, styleModel, withCallsTo } from "./builders.js";
@@ -62,7 +63,11 @@ export function readGolden(folder) {
 export function checkGolden(plugin, folder) {
   const cases = readGolden(folder);
   assert.ok(cases.length > 0, `${folder} holds no case`);
+  const known = describe(plugin).settings.map((spec) => spec.key);
+  const names = known.length > 0 ? `expected one of \`${known.join("`, `")}\`` : "the plugin has no settings";
   for (const each of cases) {
+    const unknown = Object.keys(each.settings).find((key) => !known.includes(key));
+    assert.ok(!unknown, `${each.place} \`${each.name}\`: unknown setting \`${unknown}\`, ${names}`);
     const type = plugin.kinds[KIND_OF[each.about]];
     assert.ok(type, `${each.place} \`${each.name}\` is for a ${KIND_OF[each.about]}, which the plugin has not`);
     const returned = withCallsTo(recorded(each.calls), () => answers(new type(new Settings(each.settings)), each));

@@ -205,6 +205,8 @@ class TestTesting(unittest.TestCase):
         wrong = {**GOLDEN, "expect": {"total": 0.5}}
         with self.assertRaisesRegex(AssertionError, r"a.jsonl:2 `四个字`: expected .*0\.5.*; returned .*0\.4"):
             check_golden(Length, folder_with("a.jsonl", right, wrong))
+        with self.assertRaisesRegex(AssertionError, r"a.jsonl:1 `四个字`: unknown setting `scal`, expected one of .*`scale`"):
+            check_golden(Length, folder_with("a.jsonl", {**right, "settings": {"scal": 8}}))
         with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `totl` in `expect`, expected one of `total`, `tolerance`, "):
             check_golden(Length, folder_with("a.jsonl", {**GOLDEN, "expect": {"total": 0.5, "totl": 1}}))
         for expect, message in [

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import host
+from .. import host, registry
+from ..description import describe
 from ..filter import Filter
 from ..prompt import Prompt, PromptTask
 from ..recording import recorded
@@ -99,7 +100,12 @@ def check_golden(plugin: type, folder: Path | str) -> int:
     """
     cases = [case for case in read_golden(folder) if issubclass(plugin, _ABOUT[case.about])]
     assert cases, f"{folder} holds no case for {plugin.__name__}"
+    # A case may set what another class of the plugin reads.
+    known = [spec.key for spec in describe({"": plugin, **(registry._exported or {})}).settings]
     for case in cases:
+        for key in case.settings:
+            names = f"expected one of {', '.join(f'`{name}`' for name in known)}" if known else "the plugin has no settings"
+            assert key in known, f"{case.place} `{case.name}`: unknown setting `{key}`, {names}"
         before = host._send_to(recorded(case.calls))
         try:
             returned = _answers(plugin(Settings(case.settings)), case)
