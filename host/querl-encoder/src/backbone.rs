@@ -1,4 +1,4 @@
-//! A BERT-type model without its head: the Hugging Face directory, tokenized batches, and the encoder.
+//! A BERT or XLM-RoBERTa model without head: the Hugging Face directory, tokenized batches, and the encoder.
 
 use crate::EncoderError;
 use candle_core::safetensors::SliceSafetensors;
@@ -12,15 +12,15 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use tokenizers::{EncodeInput, Encoding, Tokenizer, TruncationParams, TruncationStrategy};
 
-/// Files that determine a model's output.
+/// Files that a model's output depends on.
 const DIGESTED_FILES: [&str; 3] = ["config.json", "tokenizer.json", "model.safetensors"];
-/// Default maximum length in tokens, that of BERT. Attention memory grows with its square.
+/// Default and upper limit of the maximum length in tokens, unless a length is requested: BERT's. Attention memory grows with its square.
 const DEFAULT_LENGTH: usize = 512;
-/// Minimum `max_length`, as in the configuration: special tokens of a pair and some of both texts.
+/// Minimum of `max_length`, as in querl's configuration: room for the special tokens of a pair and a part of both texts.
 const MIN_LENGTH: usize = 8;
 
-/// Keys of `config.json` that are read here or by candle-transformers, and those without effect on an encoder at inference: dropout,
-/// settings of BERT's pretraining and of pooling that is not used.
+/// Accepted keys of `config.json`: those that are read here or by candle-transformers, and those without effect on an encoder at
+/// inference, which are dropout, BERT's pretraining and poolers that are not used.
 const USED: &str = "\
     attention_probs_dropout_prob directionality hidden_act hidden_dropout_prob hidden_size intermediate_size \
     layer_norm_eps matryoshka_dimensions max_position_embeddings num_attention_heads num_hidden_layers \
@@ -28,10 +28,10 @@ const USED: &str = "\
     position_embedding_type sbert_ce_default_activation_function sentence_transformers tie_word_embeddings \
     type_vocab_size vocab_size";
 
-/// An encoder that is a decoder has causal attention.
+/// Keys that must have the default value. With `is_decoder`, attention would be causal.
 const NO_OPS: &[(&str, NoOp)] = &[("is_decoder", NoOp::Flag(false))];
 
-/// Sizes of `config.json` with their bounds. `type_vocab_size` may be missing.
+/// Sizes in `config.json` with their upper bounds. Only `type_vocab_size` may be missing.
 const SIZES: [(&str, u64); 7] = [
     ("hidden_size", bounds::HIDDEN_SIZE),
     ("intermediate_size", bounds::INTERMEDIATE_SIZE),
@@ -95,7 +95,7 @@ impl Directory {
         found.ok_or_else(|| EncoderError::file(&self.path("config.json"), format!("has no number `{key}`")))
     }
 
-    /// Refuses sizes that are missing, 0 or absurd.
+    /// Refuses sizes that are missing, 0 or above their bound, and a hidden size that is not a multiple of the number of heads.
     fn check_sizes(&self) -> Result<(), EncoderError> {
         let wrong = |problem: String| EncoderError::file(&self.path("config.json"), problem);
         let Some(keys) = self.config.as_object().map(Keys::new) else { return Ok(()) };
@@ -118,12 +118,13 @@ impl Directory {
         architectures.filter_map(Value::as_str).any(|name| name.ends_with("ForSequenceClassification"))
     }
 
-    /// Maximum sequence length with special tokens: `requested`, or that of sentence-transformers, at most [`DEFAULT_LENGTH`].
+    /// Maximum sequence length in tokens, special tokens included: `requested`, or else `max_seq_length` of sentence-transformers, at most
+    /// [`DEFAULT_LENGTH`].
     pub(crate) fn max_length(&self, requested: Option<usize>) -> Result<usize, EncoderError> {
         let positions = self.number("max_position_embeddings")?;
         let longest = match self.architecture {
             Architecture::Bert => positions,
-            // RoBERTa counts positions from the padding token's on.
+            // RoBERTa's position ids start at `pad_token_id + 1`.
             Architecture::XlmRoberta => positions.saturating_sub(self.pad_id() as usize + 1),
         };
         match requested {
@@ -145,7 +146,7 @@ impl Directory {
         }
     }
 
-    /// Id of the padding token; by default that of the architecture, as in transformers.
+    /// Id of the padding token. The defaults are those of transformers.
     pub(crate) fn pad_id(&self) -> u32 {
         let usual = match self.architecture {
             Architecture::Bert => 0,
@@ -154,7 +155,7 @@ impl Directory {
         self.config["pad_token_id"].as_u64().map_or(usual, |id| id as u32)
     }
 
-    /// Loads the weights and converts them to f32.
+    /// Loads and checks the weights; they are converted to f32 on access.
     pub(crate) fn weights(&self) -> Result<VarBuilder<'static>, EncoderError> {
         let path = self.path("model.safetensors");
         let bytes = std::fs::read(&path).map_err(|error| {
@@ -178,7 +179,7 @@ impl Directory {
                 .map_err(|error| EncoderError::file(&path, format!("cannot be read: {error}")))?;
             parts.push(format!("{name} {digest}"));
         }
-        // JSON, so that the parts are delimited unambiguously.
+        // As JSON, so that different parts never have the same text.
         Ok(fsx::digest_hex(Value::from(parts).to_string().as_bytes()))
     }
 }
@@ -258,7 +259,7 @@ fn below(weights: &VarBuilder<'static>, prefix: &str) -> VarBuilder<'static> {
     if weights.contains_tensor(&format!("{prefix}.{name}")) { weights.pp(prefix) } else { weights.clone() }
 }
 
-/// config.json with the defaults that newer versions of transformers omit.
+/// config.json with default values for the keys that newer versions of transformers do not write.
 fn settings(config: &Value, pad_id: u32) -> Value {
     let mut settings = json!({
         "position_embedding_type": "absolute", "type_vocab_size": 2, "initializer_range": 0.02, "hidden_dropout_prob": 0.1,
@@ -271,13 +272,13 @@ fn settings(config: &Value, pad_id: u32) -> Value {
     settings
 }
 
-/// Maximum size of one layer's attention scores in a forward pass, `B * heads * T * T`: 64 MiB of f32. A layer holds about
-/// three such tensors; a single text may exceed it.
+/// Maximum number of attention scores of one layer in a forward pass, `B * heads * T * T`: 64 MiB of f32. A layer holds about three such
+/// tensors. A batch of one text may exceed it.
 const SCORES_PER_PASS: usize = 1 << 24;
-/// Maximum number of texts of one forward pass; more are not faster.
+/// Maximum number of texts in a forward pass. Larger batches are not faster.
 const TEXTS_PER_PASS: usize = 32;
 
-/// Tokenizer that adds the model's special tokens (`[CLS]`, `[SEP]`).
+/// Tokenizer, with the special tokens that the model needs (`[CLS]`, `[SEP]`).
 pub(crate) struct Tokens {
     tokenizer: Tokenizer,
     architecture: Architecture,
@@ -287,6 +288,7 @@ pub(crate) struct Tokens {
 
 /// Tokenized texts as padded tensors, each `(B, T)` u32.
 pub(crate) struct Batch {
+    /// Indices of the texts in the input.
     pub(crate) positions: Vec<usize>,
     pub(crate) ids: Tensor,
     pub(crate) type_ids: Tensor,
@@ -295,8 +297,8 @@ pub(crate) struct Batch {
 }
 
 impl Tokens {
-    /// Reads tokenizer.json. Texts are truncated to `max_length` tokens with special tokens. A control token in a text (`[SEP]`) is
-    /// encoded as text, as with transformers' `split_special_tokens=True`.
+    /// Reads tokenizer.json. Texts are truncated to `max_length` tokens, special tokens included. The characters of a special token in a
+    /// text (`[SEP]`) are encoded as text, as with transformers' `split_special_tokens=True`.
     pub(crate) fn open(directory: &Directory, max_length: usize) -> Result<Self, EncoderError> {
         let path = directory.path("tokenizer.json");
         let bytes = std::fs::read(&path)
@@ -305,7 +307,7 @@ impl Tokens {
             let expected = "a tokenizer as tokenizers 0.23 or older saves it";
             EncoderError::file(&path, format!("not {expected}: {error}; {DOWNLOAD_AGAIN}"))
         })?;
-        // Padding of the file is ignored: batches are formed by length.
+        // The file's padding is not used: `batch` pads each batch to its longest text.
         tokenizer.with_padding(None);
         tokenizer.set_encode_special_tokens(true);
         let truncation =
@@ -343,7 +345,7 @@ impl Tokens {
         let ids = tensor(Encoding::get_ids, self.pad_id)?;
         let type_ids = match self.architecture {
             Architecture::Bert => tensor(Encoding::get_type_ids, 0)?,
-            // It has one token type; transformers ignores the tokenizer's.
+            // XLM-RoBERTa has one token type; transformers also ignores the tokenizer's type ids.
             Architecture::XlmRoberta => ids.zeros_like()?,
         };
         let mask = tensor(Encoding::get_attention_mask, 0)?;
@@ -351,7 +353,7 @@ impl Tokens {
     }
 }
 
-/// Groups indices of texts by length into batches with little padding that fit the memory limit.
+/// Groups the indices of texts into batches of similar length, longest first, within [`SCORES_PER_PASS`] and [`TEXTS_PER_PASS`].
 fn cuts(lengths: &[usize], n_heads: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..lengths.len()).collect();
     order.sort_by_key(|position| std::cmp::Reverse(lengths[*position]));
@@ -371,7 +373,7 @@ fn cuts(lengths: &[usize], n_heads: usize) -> Vec<Vec<usize>> {
 mod tests {
     use super::*;
 
-    /// Regression: 32 texts of 8192 tokens in one pass needed 137 GB for attention scores.
+    /// Regression: a batch of 32 texts with 8192 tokens needed 137 GB for attention scores.
     #[test]
     fn batches_are_cut_by_the_memory_of_their_attention_scores() {
         let lengths: Vec<usize> = (0..40).map(|index| if index % 8 == 3 { 512 } else { 16 }).collect();
@@ -390,7 +392,7 @@ mod tests {
         assert!(cuts(&[], 16).is_empty());
     }
 
-    /// The keys of published checkpoints, from their pages on Hugging Face, of old and new versions of transformers.
+    /// The keys of published checkpoints on Hugging Face, written by old and new versions of transformers.
     #[test]
     fn configurations_of_published_encoders_are_accepted() {
         let bge_small_zh = json!({

@@ -1,4 +1,4 @@
-//! Cross-encoder: relevance of a passage to a query.
+//! Cross-encoders (rerankers): relevance scores of passages for a query.
 
 use crate::EncoderError;
 use crate::backbone::{Architecture, Backbone, Directory, Tokens};
@@ -8,7 +8,7 @@ use querl_core::ports::{LocalModelError, PairScorer};
 use querl_core::records::logistic;
 use std::path::Path;
 
-/// A reranker that scores pairs of texts, such as `bge-reranker`.
+/// A cross-encoder that scores pairs of query and passage, such as `bge-reranker`.
 pub struct CrossEncoder {
     backbone: Backbone,
     head: Head,
@@ -16,15 +16,15 @@ pub struct CrossEncoder {
     digest: String,
 }
 
-/// Two linear layers with tanh between them on the first token's hidden state; BERT calls the first one pooler.
+/// Classification head on the first token's hidden state: two linear layers with tanh between them. BERT calls the first one pooler.
 struct Head {
     dense: Linear,
     output: Linear,
 }
 
 impl CrossEncoder {
-    /// Loads a model directory. `max_length`: maximum number of tokens of query and text together, special tokens included; `None` for
-    /// the model's own maximum, at most 512.
+    /// Loads a model directory. `max_length`: maximum number of tokens of a pair, special tokens included; `None` for the model's own
+    /// maximum, at most 512.
     ///
     /// # Errors
     /// A file is missing or of another architecture, or the model has more than one label.
@@ -45,7 +45,7 @@ impl CrossEncoder {
         })
     }
 
-    /// Scores texts against a query: one relevance logit per text, in order.
+    /// Relevance logits of texts for a query, one per text, in their order.
     ///
     /// # Errors
     /// The tokenizer or a computation fails.
@@ -94,6 +94,6 @@ impl Head {
 
 fn n_labels(directory: &Directory) -> usize {
     let labels = directory.config["id2label"].as_object().map(serde_json::Map::len);
-    // transformers' default is 2.
+    // 2 is the default of transformers.
     labels.or_else(|| directory.config["num_labels"].as_u64().map(|number| number as usize)).unwrap_or(2)
 }

@@ -1,4 +1,4 @@
-//! Text embeddings.
+//! Text embeddings, with the settings of sentence-transformers.
 
 use crate::EncoderError;
 use crate::backbone::{Backbone, Batch, Directory, Tokens};
@@ -9,9 +9,9 @@ use std::path::Path;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pooling {
-    /// The first token, as in the bge family.
+    /// Hidden state of the first token, as in the bge family.
     Cls,
-    /// The mean of all tokens.
+    /// Mean of the hidden states of all tokens.
     Mean,
 }
 
@@ -26,8 +26,7 @@ pub struct EmbeddingModel {
 }
 
 impl EmbeddingModel {
-    /// Loads a model directory with the settings of sentence-transformers: pooling (default: first token), truncation length,
-    /// prompts.
+    /// Loads a model directory with the settings of sentence-transformers: pooling (default: first token), maximum length and prompts.
     ///
     /// `max_length`: maximum number of tokens of a text, special tokens included; `None` for the model's own maximum, at most 512.
     ///
@@ -123,7 +122,7 @@ impl Pooling {
     }
 }
 
-/// Pooling modes of a file: `"pooling_mode": "cls"`, or the older `"pooling_mode_cls_token": true`.
+/// Pooling modes in a pooling `config.json`: `"pooling_mode": "cls"`, or the older `"pooling_mode_cls_token": true`.
 fn modes(settings: &Value) -> Vec<&str> {
     match &settings["pooling_mode"] {
         Value::String(mode) => vec![mode],
@@ -136,7 +135,7 @@ fn modes(settings: &Value) -> Vec<&str> {
     }
 }
 
-/// Folder of the pooling settings according to modules.json.
+/// Folder of the pooling settings, from modules.json; `1_Pooling` by default.
 fn pooling_folder(directory: &Directory) -> Result<String, EncoderError> {
     const FILE: &str = "modules.json";
     let mut folder = "1_Pooling".to_owned();
@@ -144,7 +143,7 @@ fn pooling_folder(directory: &Directory) -> Result<String, EncoderError> {
     for module in modules.as_array().into_iter().flatten() {
         let kind = module["type"].as_str().unwrap_or_default();
         match kind.rsplit('.').next() {
-            // Vectors are always normalised.
+            // `Normalize` has no effect: vectors are always normalised.
             Some("Transformer" | "Normalize") => {}
             Some("Pooling") => folder = module["path"].as_str().unwrap_or(&folder).to_owned(),
             _ => {
@@ -156,7 +155,7 @@ fn pooling_folder(directory: &Directory) -> Result<String, EncoderError> {
     Ok(folder)
 }
 
-/// Prompts (prefixes) of sentence-transformers.
+/// Prompts of sentence-transformers: prefixes of queries and passages.
 #[derive(Debug, Default)]
 struct Prompts {
     query: String,

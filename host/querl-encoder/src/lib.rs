@@ -1,8 +1,8 @@
-//! BERT-type models of the bge family, on the CPU.
+//! BERT and XLM-RoBERTa encoders, such as the bge family, on the CPU: text embeddings and cross-encoders (rerankers).
 //!
 //! In: a Hugging Face directory (config.json, tokenizer.json, model.safetensors) of architecture `BertModel`, `XLMRobertaModel`,
 //! `BertForSequenceClassification` or `XLMRobertaForSequenceClassification`. Out: text embeddings, or relevance
-//! scores of passages for a query. This crate must not depend on indexes, services and training.
+//! scores of passages for a query. This crate must not depend on indexes, services or training.
 
 mod backbone;
 mod cross_encoder;
@@ -16,7 +16,7 @@ use std::path::Path;
 /// Errors of loading and running a model.
 #[derive(Debug, thiserror::Error)]
 pub enum EncoderError {
-    /// A file of the directory is missing or not what it should be.
+    /// A file of the directory is missing, damaged or unsupported.
     #[error("{path}: {problem}")]
     File {
         /// Path of the file.

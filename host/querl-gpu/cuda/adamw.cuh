@@ -1,7 +1,8 @@
-// The optimizer's step over all trained tensors in one launch, and the norm of all gradients. Launchers: src/device/adamw.rs.
+// AdamW: one optimizer step over all trained tensors in a single launch, and the global gradient norm. Launchers: src/device/adamw.rs.
 //
-// A block of 256 threads takes a chunk of 8192 values of one tensor, found in a table of six numbers for each tensor: the addresses
-// of values, gradient, first and second moments; the length; its first chunk, and in the upper half what decay leaves.
+// A block of 256 threads processes one chunk of 8192 values of one tensor. The table has one `TableEntry` per tensor, in six 64-bit
+// words: addresses of values, gradient, first and second moment; length; index of the first chunk (lower half) and the factor
+// 1 - learning_rate * weight_decay (upper half).
 #pragma once
 #include "common.cuh"
 
@@ -11,10 +12,10 @@ struct TableEntry {
     float *values, *gradient, *first, *second;
     u64 length;
     unsigned first_chunk;
-    float decay;
+    float decay; // factor of the values: 1 - learning_rate * weight_decay
 };
 
-// The tensor of this block's chunk: the last one that begins at or before it.
+// The tensor of this block's chunk, by binary search: the last tensor whose first chunk is at most blockIdx.x.
 __device__ __forceinline__ TableEntry entry_of_block(const u64* table, int n_tensors) {
     const TableEntry* entries = reinterpret_cast<const TableEntry*>(table);
     int low = 0, high = n_tensors - 1;
@@ -26,7 +27,7 @@ __device__ __forceinline__ TableEntry entry_of_block(const u64* table, int n_ten
     return entries[low];
 }
 
-// parts[chunk] = sum of the squares of a chunk of a gradient, in f64. Floor: 4 bytes a value.
+// parts[chunk] = sum of squares of a chunk of a gradient, in f64. Floor: 4 bytes per value.
 extern "C" __global__ void squared_norm_parts(const u64* table, int n_tensors, double* parts) {
     __shared__ double memory[32];
     const TableEntry entry = entry_of_block(table, n_tensors);
@@ -44,7 +45,7 @@ extern "C" __global__ void squared_norm_parts(const u64* table, int n_tensors, d
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-// out[0] = scale * sqrt(sum of the parts); out[1] = scale * min(1, max_norm / (out[0] + 1e-6)). One block.
+// Gradient clipping: out[0] = norm = scale * sqrt(sum of the parts); out[1] = scale * min(1, max_norm / (norm + 1e-6)). Grid: one block.
 extern "C" __global__ void gradient_norm(const double* parts, i64 n, float scale, float max_norm, float* out) {
     __shared__ double memory[32];
     double sum = 0.0;
@@ -57,7 +58,7 @@ extern "C" __global__ void gradient_norm(const double* parts, i64 n, float scale
     out[1] = scale * (float)(factor < 1.0 ? factor : 1.0);
 }
 
-// norm: what `gradient_norm` wrote, or null for a factor of 1. Floor: 28 bytes a value.
+// norm: output of `gradient_norm`, whose second value multiplies the gradients, or null for a factor of 1. Floor: 28 bytes per value.
 extern "C" __global__ void adamw(const u64* table, int n_tensors, const float* norm, float step_size, float correction, float beta1,
                                  float beta2, float eps) {
     const TableEntry entry = entry_of_block(table, n_tensors);

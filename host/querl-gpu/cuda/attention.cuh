@@ -1,37 +1,40 @@
-// Causal attention over packed sequences that share what they begin with. Launchers: src/device/attention.rs.
+// Causal attention over packed sequences with shared prefixes (a prefix tree). Launchers: src/device/attention.rs.
 //
-// Queries and keys stand in tiles of 64. Which tiles see each other the host has listed, so a block goes through its list alone.
-// A key is seen by the queries from itself to the end of what branches off its run of rows. A block has four warps. A row's values
-// stay in four neighbouring lanes of one of them, so that only these exchange anything.
+// Tiles: queries and keys are divided into tiles of 64 rows. The host lists for each tile of queries the tiles of keys that it attends
+// to, and the reverse; a block processes only its list.
+// Mask: row r attends to key k if k <= r < ends[k], where ends[k] is the end of the subtree below the node of key k.
+// Threads: a block has four warps. The values of a row are in four adjacent lanes of one warp, so that reductions over a row need
+// shuffles between these lanes only.
 //
-// Three passes: `attend` and `query_gradients` take a tile of queries of one head, 16 for each warp; `key_gradients` takes a tile of
-// keys of one key-value head and goes through the queries of all heads that share it, 32 at a time. The second and third compute the
-// scores again. That is two products of seven more than one pass would take, which would have to add gradients of queries with
-// atomics, in any order.
+// Three kernels: `attend` (forward) and `query_gradients` process a tile of queries of one head, 16 queries per warp; `key_gradients`
+// processes a tile of keys of one key-value head and iterates over the queries of all heads of its group, 32 at a time. Both backward
+// kernels recompute the scores: 7 matrix products instead of the 5 of a single backward kernel, which would have to add the
+// gradients of queries with atomics, in an undefined order.
 //
-// D is the head's width, padded with zeros to 32, 64, 96 or 128. Rows of shared memory are D + 8 values wide: the eight rows that
-// a tensor core reads at once lie in different banks.
+// D is the head size, padded with zeros to 32, 64, 96 or 128. Rows in shared memory have a stride of D + 8 values, so that the eight
+// rows that `ldmatrix` reads at once are in different banks.
 //
 // Source: Dao 2023, "FlashAttention-2".
 #pragma once
 #include "tensor_core.cuh"
 
 constexpr int TILE = 64, TILE_THREADS = 128, QUERIES_AT_ONCE = 32;
-constexpr unsigned ALONE = 0xffffffffu; // the only item of its tile of keys: it has no place in `parts`
+constexpr unsigned ALONE = 0xffffffffu; // marks the only item of a tile of keys, which has no partial sums in `parts`
 constexpr float LOG2_E = 1.44269504088896f, LN_2 = 0.693147180559945f;
 
-// How queries, keys and values stand: (rows, heads, head_dim).
+// Shapes: queries (n_queries, n_heads, head_dim); keys and values (n_rows, n_kv_heads, head_dim). `scale`: factor of the scores.
 struct Attended {
     int n_queries, n_rows, n_heads, n_kv_heads, head_dim;
     float scale;
 };
 
-// Starts to copy rows `first` to `first + ROWS` of one head to shared memory; zeros below `n_rows` and beyond head_dim.
+// Starts asynchronous copies of rows `first` to `first + ROWS` of one head to shared memory; zeros for rows from `n_rows` on and columns
+// from head_dim on.
 template <int D, int ROWS>
 __device__ __forceinline__ void start_rows(bf16* to, const bf16* from, i64 first, i64 n_rows, int head, int n_heads, int head_dim) {
     constexpr int GROUPS = D / 8, N_COPIES = ROWS * GROUPS / TILE_THREADS;
     static_assert(N_COPIES * TILE_THREADS == ROWS * GROUPS, "every thread copies as much");
-    const int line = n_heads * head_dim, n_here = (int)min(n_rows - first, (i64)ROWS); // TILE lines are below 2^31 values
+    const int line = n_heads * head_dim, n_here = (int)min(n_rows - first, (i64)ROWS); // offsets within a tile are below 2^31
     const bf16* corner = from + first * line + head * head_dim;
     if (head_dim % 8 == 0 && is_aligned(from)) {
 #pragma unroll
@@ -49,7 +52,7 @@ __device__ __forceinline__ void start_rows(bf16* to, const bf16* from, i64 first
     }
 }
 
-// sums[i] = left right^T for 16 rows and 8 N columns: `left` has 16 rows in shared memory, `right` 8 N.
+// sums = left right^T, (16, 8 N) in N tiles. `left`: 16 rows in shared memory; `right`: 8 N rows in shared memory.
 template <int D, int N>
 __device__ __forceinline__ void scores(float (&sums)[N][4], const bf16* left, const bf16* right) {
 #pragma unroll
@@ -67,7 +70,7 @@ __device__ __forceinline__ void scores(float (&sums)[N][4], const bf16* left, co
     }
 }
 
-// sums += p values for 16 rows: p has 8 N columns, `values` as many rows in shared memory.
+// sums += p values, (16, D). p: (16, 8 N) in registers, converted to bf16; `values`: 8 N rows in shared memory.
 template <int D, int N>
 __device__ __forceinline__ void add_products(float (&sums)[D / 8][4], const float (&p)[N][4], const bf16* values) {
 #pragma unroll
@@ -83,8 +86,9 @@ __device__ __forceinline__ void add_products(float (&sums)[D / 8][4], const floa
     }
 }
 
-// Writes 16 rows of sums times a factor for either row of a lane, through the warp's own 16 rows of shared memory so that global
-// memory is written in whole vectors. `first`: row of the result of the warp's first row.
+// Writes 16 rows of sums as bf16, multiplied by `low` (rows 0 to 7) or `high` (rows 8 to 15), which belong to the two rows of a lane. The
+// rows pass through `memory`, 16 rows of shared memory that only this warp uses, so that global memory is written in vectors of 16
+// bytes. `first`: index in `to` of the first row.
 template <int D>
 __device__ __forceinline__ void write_rows(bf16* to, bf16* memory, const float (&sums)[D / 8][4], float low, float high, i64 first,
                                            i64 n_rows, int head, int n_heads, int head_dim) {
@@ -109,6 +113,7 @@ __device__ __forceinline__ void write_rows(bf16* to, bf16* memory, const float (
     }
 }
 
+// Maximum or sum over the four lanes that share a row.
 __device__ __forceinline__ float over_row(float x, bool takes_max) {
 #pragma unroll
     for (int other = 1; other < 4; other *= 2) {
@@ -118,17 +123,18 @@ __device__ __forceinline__ float over_row(float x, bool takes_max) {
     return x;
 }
 
-// The row that a query stands in; what is no query stands before all rows and sees none.
+// Row of a query; -1, a row that attends to no key, if `query` is n_queries or more.
 __device__ __forceinline__ i64 row_of(const unsigned* rows, i64 query, i64 n_queries) {
     return query < n_queries ? (i64)rows[query] : -1;
 }
 
-// q: (n_queries, heads, D); k, v: (n_rows, kv_heads, D); out as q; logsumexp: (heads, n_queries). forward: (tiles, 3); keys: the lists
-// that it cuts; rows: (n_queries); ends: (n_rows). Grid: tiles of queries, heads.
+// Forward pass. q, out: (n_queries, heads, head_dim); k, v: (n_rows, kv_heads, head_dim); logsumexp: (heads, n_queries).
+// forward: (tiles, 3): tile of queries, start and end of its list in `keys`; keys: tile of keys times 2, plus 1 if the mask is needed;
+// rows: (n_queries); ends: (n_rows). Grid: tiles of queries, heads.
 //
-// Dynamic shared memory: 3 * 64 rows (52 KiB at D = 128): queries, keys, values; while scores are computed the values are on their
-// way, while values are weighed the next keys. At D = 128 166 registers on sm_90. Floor: 4 D flops for each query and key that see
-// each other, over the tensor cores' rate; for short sequences the bytes of q, k, v and out.
+// Dynamic shared memory: 3 * 64 rows (52 KiB at D = 128) for queries, keys and values. Copies overlap with products: values are copied
+// while scores are computed, and the next keys while values are multiplied. 166 registers at D = 128 on sm_90.
+// Floor: 4 D flops per pair of query and key at the tensor cores' rate; for short sequences the bytes of q, k, v and out.
 template <int D>
 __device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* logsumexp, const unsigned* forward,
                                        const unsigned* keys, const unsigned* rows, const unsigned* ends, const Attended& shape) {
@@ -155,11 +161,11 @@ __device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16*
 
     for (unsigned entry = begin; entry < end; entry++) {
         copies_done<0>();
-        __syncthreads(); // the keys are there, and nobody reads the last values any more
+        __syncthreads(); // the keys were copied, and no warp reads the previous values any more
         start(values_here, v, entry);
         float p[TILE / 8][4];
         scores<D, TILE / 8>(p, own_queries, keys_here);
-        __syncthreads(); // nobody reads the keys any more
+        __syncthreads(); // no warp reads the keys any more
         start(keys_here, k, entry + 1);
 
         if (keys[entry] & 1) {
@@ -192,13 +198,13 @@ __device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16*
             for (int i = 0; i < D / 8; i++) sums[i][2 * half] *= kept, sums[i][2 * half + 1] *= kept;
         }
         copies_done<1>();
-        __syncthreads(); // the values are there
+        __syncthreads(); // the values were copied
         add_products<D, TILE / 8>(sums, p, values_here);
     }
 
     copies_done<0>();
-    const float low = over_row(total[0], false), high = over_row(total[1], false); // 0 where nothing is seen; else NaN stays NaN
-    __syncthreads(); // a list may be empty: then the copies of other threads end here
+    const float low = over_row(total[0], false), high = over_row(total[1], false); // 0 for a row that attends to no key; NaN stays NaN
+    __syncthreads(); // with an empty list, the copies of the other threads end here
     write_rows<D>(out, own_queries, sums, low == 0.0f ? 0.0f : 1.0f / low, high == 0.0f ? 0.0f : 1.0f / high, first + warp * 16,
                   shape.n_queries, head, shape.n_heads, shape.head_dim);
     if (t != 0) return;
@@ -207,7 +213,7 @@ __device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16*
     if (own + 8 < shape.n_queries) own_sums[own + 8] = (max[1] + log2f(high)) * LN_2;
 }
 
-// deltas[head][query] = sum(grad * out) of a head of a query. A warp takes one. Floor: 4 bytes a value.
+// deltas[head][query] = sum(grad * out) over head_dim. One warp per head of a query. Floor: 4 bytes per value.
 extern "C" __global__ void attention_delta(const bf16* out, const bf16* grad, float* deltas, i64 n_queries, int n_heads, int head_dim) {
     const i64 place = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (place >= n_queries * n_heads) return;
@@ -218,9 +224,10 @@ extern "C" __global__ void attention_delta(const bf16* out, const bf16* grad, fl
     if (lane == 0) deltas[place % n_heads * n_queries + place / n_heads] = sum;
 }
 
-// Gradient of the queries: with P the probabilities and g the gradient, dP = g V^T, dS = P (dP - pull), dQ = scale dS K.
-// Grid, lists: as `attend`. Dynamic shared memory: 4 * 64 rows (68 KiB at D = 128): queries, their gradients, and twice 32 keys and
-// values: the next are on their way during a step. Floor: 6 D flops a pair.
+// Backward pass for queries. P: probabilities, g: gradient of the output, delta: `attention_delta`.
+// dP = g V^T, dS = P (dP - delta), dQ = scale dS K. Grid and lists: as in `attend`. Dynamic shared memory: 4 * 64 rows (68 KiB at
+// D = 128) for queries, gradients, and two buffers of 32 keys and values: the next are copied during a step. Floor: 6 D flops per
+// pair of query and key.
 template <int D>
 __device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* logsumexp,
                                                 const float* deltas, bf16* dq, const unsigned* forward, const unsigned* keys,
@@ -268,9 +275,9 @@ __device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, co
         const int first_key = (int)(copied >> 1) * TILE + part * KEYS;
         const bool masked = copied & 1;
         copies_done<0>();
-        __syncthreads(); // the keys and values are there, and nobody reads the last ones any more
+        __syncthreads(); // keys and values were copied, and no warp reads the previous ones any more
         copied = start(1 - part);
-        if (first_key > last_row) continue; // the warp's queries see none of them
+        if (first_key > last_row) continue; // the warp's queries attend to none of these keys
         const bf16 *keys_now = keys_here + part * KEYS * (D + 8), *values_now = values_here + part * KEYS * (D + 8);
         float p[KEYS / 8][4], dp[KEYS / 8][4];
         scores<D, KEYS / 8>(p, own_queries, keys_now);
@@ -289,31 +296,32 @@ __device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, co
         add_products<D, KEYS / 8>(sums, p, keys_now);
     }
     copies_done<0>();
-    __syncthreads(); // a list may be empty: then the copies of other threads end here
+    __syncthreads(); // with an empty list, the copies of the other threads end here
     write_rows<D>(dq, queries_here + warp * 16 * (D + 8), sums, shape.scale, shape.scale, first + warp * 16, shape.n_queries, head,
                   shape.n_heads, shape.head_dim);
 }
 
-// Gradients of keys and values of one item, a part of the list of one tile of keys: dV = P^T g, dK = scale dS^T Q, with P and dS
-// computed transposed, so that a warp's rows are keys. backward: (items, 4): tile of keys, its list in `queries`, place of its sums in
-// `parts`, or ALONE where the item is the tile's only one and writes dk and dv itself. queries: tiles of 32. parts: (places, kv_heads,
-// 2, 64, D) f32, dK before dV. Grid: items, kv_heads.
+// Backward pass for keys and values: dV = P^T g, dK = scale dS^T Q. A block processes one item: a tile of keys and a part of the tile's
+// list of queries. P and dS are computed transposed, so that the rows of a warp are keys.
+// backward: (items, 4): tile of keys, start and end of the item's list in `queries`, index of its partial sums in `parts`, or ALONE for
+// the only item of a tile, which writes dk and dv directly. queries: tiles of 32 queries, encoded as in `keys`.
+// parts: (n_parts, kv_heads, 2, 64, D) f32, dK before dV. Grid: items, kv_heads.
 //
-// Two warps share 32 keys. One computes P from K Q^T, hands it over through shared memory, and adds P g to dV; the other computes
-// V g^T, makes dS of it and P, and adds dS Q to dK. So a warp holds one gradient of 32 keys, and what it reads from shared memory
-// serves two products: at D = 128 192 bytes a product, 1.5 cycles. A warp with both gradients of 16 keys would read 320, and wait for
-// them longer than for tensor cores. Up to D = 96 keys and values stay in registers, too. A warp whose keys none of the 32 queries
-// sees computes nothing. The next queries and gradients are on their way during a step.
+// Two warps share 32 keys. The first computes P from K Q^T, passes it on through shared memory, and adds P g to dV. The second computes
+// dP from V g^T, then dS, and adds dS Q to dK. So a warp holds one of the two gradients for 32 keys, and each operand that it reads
+// from shared memory is used in two products: 192 bytes per product at D = 128, 1.5 cycles. A warp with both gradients of 16 keys
+// would read 320 bytes per product, which takes longer than the product. Up to D = 96, keys and values are kept in registers. A warp
+// skips a step if none of the 32 queries attends to its keys. The next queries and gradients are copied during a step.
 //
-// Dynamic shared memory: 2 * 64 + 4 * 32 rows (68 KiB at D = 128): keys, values, and twice 32 queries and gradients. At D = 128
-// 235 registers on sm_90 (two blocks on a multiprocessor), at D = 64 168 (three). Floor: 8 D flops a pair.
+// Dynamic shared memory: 2 * 64 + 4 * 32 rows (68 KiB at D = 128) for keys, values, and two buffers of 32 queries and gradients.
+// Registers on sm_90: 235 at D = 128 (two blocks per multiprocessor), 168 at D = 64 (three). Floor: 8 D flops per pair.
 template <int D>
 __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* logsumexp,
                                               const float* deltas, bf16* dk, bf16* dv, float* parts, const unsigned* backward,
                                               const unsigned* queries, const unsigned* rows, const unsigned* ends, const Attended& shape) {
     constexpr int WIDTH = D + 8, N = QUERIES_AT_ONCE / 8, SPACE = QUERIES_AT_ONCE * WIDTH;
     constexpr bool HELD = D <= 96;
-    __shared__ float4 shares_here[2][2 * N][32]; // P of two warps' keys, as tiles of sums
+    __shared__ float4 shares_here[2][2 * N][32]; // P for the keys of two warps, in the layout of the sums of `multiply`
     __shared__ float logsumexp_here[2][QUERIES_AT_ONCE], deltas_here[2][QUERIES_AT_ONCE];
     __shared__ int rows_here[2][QUERIES_AT_ONCE];
     bf16* keys_here = reinterpret_cast<bf16*>(shared_memory);
@@ -326,7 +334,7 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
     start_rows<D, TILE>(keys_here, k, tile_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
     start_rows<D, TILE>(values_here, v, tile_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
 
-    // Tiles of queries and, of each, the heads that share the key-value head: what is copied next.
+    // Position of the next copy: a tile of queries, and a head of the group that shares this key-value head.
     const unsigned end = item[2];
     unsigned place = item[1], next = queries[place];
     int next_head = 0, n_steps = (int)(end - place) * group;
@@ -337,7 +345,7 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
             const int head = kv_head * group + next_head;
             start_rows<D, QUERIES_AT_ONCE>(queries_here + stage * SPACE, q, first, shape.n_queries, head, shape.n_heads, shape.head_dim);
             start_rows<D, QUERIES_AT_ONCE>(grad_here + stage * SPACE, grad, first, shape.n_queries, head, shape.n_heads, shape.head_dim);
-            const bool exists = first + lane < shape.n_queries; // what is no query is zeros, which add nothing
+            const bool exists = first + lane < shape.n_queries; // zeros beyond the last query: they do not change the sums
             const i64 query = exists ? first + lane : 0, at = (i64)head * shape.n_queries + query;
             if (warp == 0) start_copy_of_word(&logsumexp_here[stage][lane], logsumexp + at, exists);
             if (warp == 1) start_copy_of_word(&deltas_here[stage][lane], deltas + at, exists);
@@ -352,7 +360,7 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
     };
     unsigned copied = start(0);
 
-    // Of a lane's four keys how many rows from the key on see it.
+    // For each of the lane's four keys: number of rows that attend to it, counted from the key's own row.
     unsigned seen[4];
     int most_end = 0;
 #pragma unroll
@@ -378,7 +386,7 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
         const int first = (int)(copied >> 1) * QUERIES_AT_ONCE;
         const bool masked = copied & 1;
         copies_done<0>();
-        __syncthreads(); // the queries are there, and nobody reads the last ones or their P any more
+        __syncthreads(); // the queries were copied, and no warp reads the previous ones or their P any more
         copied = start(1 - stage);
         const bf16* left_factor = (of_values ? queries_here : grad_here) + stage * SPACE;
         const bf16* right_factor = (of_values ? grad_here : queries_here) + stage * SPACE;
@@ -426,7 +434,7 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
                 shares_here[half][i][lane] = make_float4(p[0], p[1], p[2], p[3]);
             }
         }
-        __syncthreads(); // P is there
+        __syncthreads(); // P was written
         if (!sees) continue;
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
@@ -453,7 +461,7 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
     }
 
     const float scale = of_values ? 1.0f : shape.scale;
-    if (item[3] == ALONE) { // the warp's keys or values are its own, and no longer read
+    if (item[3] == ALONE) { // buffer: the warp's keys or values, which no other warp reads and which are no longer needed
 #pragma unroll
         for (int m = 0; m < 2; m++)
             write_rows<D>(of_values ? dv : dk, own + m * 16 * WIDTH, sums[m], scale, scale, first_key + m * 16, shape.n_rows, kv_head,
@@ -470,9 +478,9 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
         }
 }
 
-// dk, dv: the sums of the parts of tiles that have not one item, in the order of the items. joined: (tiles, 3): tile of keys, its first
-// place in `parts` (above) and the one after its last; width: D there. Blocks of 256 threads, four values each. Grid: width / 16 for
-// each tile, kv_heads, dk and dv. Floor: 4 bytes a value of the parts, 2 of the result.
+// dk, dv: sums of `parts` over the items of a tile, in their order, for tiles with several items or none. joined: (tiles, 3): tile of
+// keys, start and end of its indices in `parts` (see `key_gradients`); width: D there. Blocks of 256 threads, four values per thread.
+// Grid: width / 16 blocks per tile, kv_heads, 2 (dk, dv). Floor: 4 bytes per value of `parts`, 2 per value of the result.
 extern "C" __global__ void key_gradient_sums(const float* parts, const unsigned* joined, bf16* dk, bf16* dv, i64 n_rows, int n_kv_heads,
                                              int head_dim, int width) {
     const int blocks = width / 16, at = 4 * (blockIdx.x % blocks * blockDim.x + threadIdx.x), column = at % width;

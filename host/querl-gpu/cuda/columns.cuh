@@ -1,9 +1,9 @@
-// Columns of rows: factors on them, sums over them. Launchers: src/device/elementwise.rs.
+// Column-wise operations on matrices: scaling by a factor per column, and column sums. Launchers: src/device/elementwise.rs.
 #pragma once
 #include "elementwise.cuh"
 
-// y = factors * x + bias in each row, added to y where `adds`; x, y: (n_rows, width); bias: (width), or null. A thread reads and
-// writes its own eight values alone, so x may be y. Threads as in elementwise.cuh.
+// y = factors * x + bias in each row, or y += the same if `adds`. x, y: (n_rows, width); factors: (width); bias: (width) or null. A
+// thread reads only the values that it writes, so x may be y. Launch configuration: see elementwise.cuh.
 template <class From, class To>
 __device__ __forceinline__ void scale_columns(const From* x, const float* factors, const float* bias, To* y, i64 n_rows, int width, int adds) {
     const bool vectors = width % 8 == 0 && is_aligned(x) && is_aligned(y) && is_aligned(factors) && is_aligned(bias);
@@ -25,17 +25,17 @@ __device__ __forceinline__ void scale_columns(const From* x, const float* factor
         scale_columns(x, factors, bias, y, n_rows, width, adds);                                                                 \
     }
 
-// Floor: 8 n_rows width bytes, 12 where they are added.
+// Floor: 8 n_rows width bytes, 12 if `adds`.
 SCALE_COLUMNS(f32_f32, float, float)
 // Floor: 6 n_rows width bytes.
 SCALE_COLUMNS(f32_bf16, float, bf16)
 // Floor: 4 n_rows width bytes.
 SCALE_COLUMNS(bf16_bf16, bf16, bf16)
 
-// sums[c] = sum over rows of a[row][c] b[row][c], or of a[row][c] where b is null; a, b: (n_rows, width) bf16. A block of 256 threads
-// has 64 columns: 8 threads side by side, of 8 columns each, and 32 below one another, which take every 32nd row. Each adds its rows
-// in their order, and one thread for each column then adds what the 32 have found, in theirs. Every thread comes to the barrier;
-// `parts` is written before the barrier and read after it, by the thread that has the column. Floor: 2 n_rows width bytes, 4 with b.
+// sums[c] = sum over rows of a[row][c] * b[row][c], or of a[row][c] if b is null. a, b: (n_rows, width) bf16.
+// A block of 256 threads processes 64 columns, as 32 groups of 8 threads with 8 columns per thread. A group sums every 32nd row, in
+// ascending order; then one thread per column adds the 32 partial sums in the order of the groups. All threads reach the barrier, which
+// separates the writes to `parts` from the reads. Floor: 2 n_rows width bytes, 4 with b.
 extern "C" __global__ void column_totals(const bf16* a, const bf16* b, float* sums, i64 n_rows, int width) {
     __shared__ float parts[32][65];
     const int group = threadIdx.x % 8, first = threadIdx.x / 8, column = blockIdx.x * 64 + 8 * group;

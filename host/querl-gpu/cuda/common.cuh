@@ -1,7 +1,9 @@
-// What all kernels share: bf16 and f32 in groups of eight, sums over warps and blocks in a fixed order.
+// Helpers of all kernels: vectorised loads and stores of eight bf16 or f32 values, and warp and block reductions in a fixed order.
 //
-// Every kernel is CUDA C++ without inline assembly, except for code in `__CUDA_ARCH__` that has a portable branch as well:
-// the same files compile for the CPU (tests/cuda/simulator). No float is added with an atomic.
+// Kernels are CUDA C++ that also compiles for the CPU (tests/cuda/simulator): inline assembly is only used inside `__CUDA_ARCH__`, next
+// to a portable branch. Floats are never added with atomics, so that results are deterministic.
+//
+// "Floor" in the comments of a kernel is its minimum work, by bytes of memory traffic or flops; see "Floors" in docs/cuda.md.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +12,7 @@ typedef __nv_bfloat16 bf16;
 typedef long long i64;
 typedef unsigned long long u64;
 
-// What a launch asks for.
+// Dynamic shared memory; its size is an argument of the launch.
 extern __shared__ __align__(16) unsigned char shared_memory[];
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -20,7 +22,7 @@ __device__ __forceinline__ float widened(bf16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ void narrow(float x, float& to) { to = x; }
 __device__ __forceinline__ void narrow(float x, bf16& to) { to = __float2bfloat16(x); }
 
-// Two floats as the halves of a word, the first in the lower one.
+// Converts two floats to bf16 and packs them into a word, the first in the lower half.
 __device__ __forceinline__ unsigned packed(float low, float high) {
     const bf16 a = __float2bfloat16(low), b = __float2bfloat16(high);
     return (unsigned)__bfloat16_as_ushort(a) | (unsigned)__bfloat16_as_ushort(b) << 16;
@@ -29,10 +31,10 @@ __device__ __forceinline__ unsigned packed(float low, float high) {
 __device__ __forceinline__ float low_half(unsigned word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float high_half(unsigned word) { return __uint_as_float(word & 0xffff0000u); }
 
-// Whether 16 bytes can be read or written at once from here.
+// True if the address is a multiple of 16 bytes, as vector loads and stores require; true for null.
 template <class T> __device__ __forceinline__ bool is_aligned(const T* at) { return ((size_t)at & 15) == 0; }
 
-// Eight values in one or two loads of 16 bytes.
+// Loads eight values, in one (bf16) or two (f32) loads of 16 bytes.
 __device__ __forceinline__ void load_eight(const float* from, float (&x)[8]) {
     const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
@@ -53,7 +55,7 @@ __device__ __forceinline__ void store_eight(bf16* to, const float (&x)[8]) {
     *reinterpret_cast<uint4*>(to) = make_uint4(packed(x[0], x[1]), packed(x[2], x[3]), packed(x[4], x[5]), packed(x[6], x[7]));
 }
 
-// Values `at` to `at + 8` of `n`; zero beyond. `vectors`: whether `from + at` is aligned wherever `at` is a multiple of 8.
+// Loads the values `at` to `at + 8` of `n`; zeros beyond. `vectors`: `from + at` is aligned for every `at` that is a multiple of 8.
 template <class T> __device__ __forceinline__ void load_some(const T* from, i64 at, i64 n, bool vectors, float (&x)[8]) {
     if (vectors && at + 8 <= n) {
         load_eight(from + at, x);
@@ -85,8 +87,8 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Sum over the block in every thread: first over each warp, then over the warps in their order. `memory`: 32 values of shared
-// memory, free again after the next barrier. Blocks are whole warps.
+// Sum over the block, returned to every thread: first within each warp, then over the warps in ascending order. `memory`: 32 values of
+// shared memory, which can be reused after the call. blockDim.x must be a multiple of 32.
 template <class T> __device__ __forceinline__ T block_sum(T x, T* memory) {
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = x;

@@ -1,23 +1,26 @@
-// Attention of new tokens over keys and values in blocks of 16 tokens, which sequences may share. Launchers: src/device/paged_attention.rs.
+// Paged attention of decode steps: new tokens attend to a paged KV cache in blocks of 16 tokens, which sequences may share. Launchers:
+// src/device/paged_attention.rs. In this file, "block" is a block of the KV cache, and "thread block" one of CUDA.
 //
-// A block of four warps takes 256 keys of one key-value head, for as many neighbouring rows as fill 16 rows of a product with the
-// query heads that share it (at most four, and fewer where there would be too few blocks; one, with 16 of its heads at a time, where
-// there are more heads). A warp takes every fourth
-// block of 16 tokens, and reads a block that several of its rows see once for all of them: keys and values come straight into
-// registers. The tensor cores multiply 16 heads by 8 tokens; since a dot product may be summed in any order, the values of a head are
-// dealt to lanes in pieces of 16 bytes as memory has them, and the queries alike. What the warps found is joined in their order
-// through shared memory, what the 256s of a longer sequence found by a second kernel. A row that does not see a block adds nothing
-// to its sums, to the bit: so what a row gets depends on nothing but its own keys.
+// Split-K: a thread block of four warps processes 256 keys (a split) of one key-value head. If a sequence has several splits,
+// `decode_attention_join` merges their results.
+// Rows: a tensor-core product has 16 rows, which are filled with the query heads of the group times up to four adjacent rows of the
+// batch. With few thread blocks in the grid fewer rows are processed together; with more than 16 heads per group, one row, with 16
+// heads at a time.
+// Warps: a warp processes every fourth block. It loads a block once for all its rows that attend to it, directly into registers. The
+// results of the warps are merged in ascending order in shared memory.
+// Lanes: keys and queries are assigned to lanes in pieces of 16 bytes as they are in memory, which permutes the terms of the dot
+// products and does not change them.
+// A row that does not attend to a block adds exactly 0 to its sums, so its result does not depend on the other rows, bit for bit.
 //
-// Shared memory 4 * 16 * (D + 2) floats (33 KiB at D = 128). Floor: the bytes of all keys and values in reach, 4 D a token and
-// key-value head, over the memory's bandwidth; blocks that other rows see come from the second-level cache.
+// Shared memory: 4 * 16 * (D + 2) floats (33 KiB at D = 128). Floor: bytes of all keys and values, 4 D per token and key-value
+// head, over the memory bandwidth; blocks that several thread blocks read come from the L2 cache.
 #pragma once
 #include "tensor_core.cuh"
 
 constexpr int BLOCK_TOKENS = 16, SPLIT_KEYS = 256, DECODE_WARPS = 4, HEADS_AT_ONCE = 16, MOST_TOGETHER = 4;
 
-// keys, values: (layers, n_blocks, values of a block); copies: pairs of blocks, from and to, no block twice. Grid: pairs, layers, 2.
-// `words`: sixteens of bytes of a block. Floor: 8 bytes a value.
+// Copy-on-write of blocks. keys, values: (layers, n_blocks, values of a block); copies: (source, destination) pairs of block numbers, no
+// block in two pairs; words: size of a block in units of 16 bytes. Grid: pairs, layers, 2 (keys, values). Floor: 8 bytes per value.
 extern "C" __global__ void copy_blocks(bf16* keys, bf16* values, const unsigned* copies, i64 n_blocks, i64 words) {
     const i64 from = copies[2 * blockIdx.x], to = copies[2 * blockIdx.x + 1];
     if (from >= n_blocks || to >= n_blocks) return;
@@ -33,21 +36,21 @@ __device__ __forceinline__ unsigned word(const uint4& words, int i) {
     return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-// The lower (or upper) halves of two words.
+// The lower (half = 0) or upper halves of two words, as one word.
 __device__ __forceinline__ unsigned joined(unsigned a, unsigned b, int half) {
     return half == 0 ? (a & 0xffffu) | b << 16 : a >> 16 | (b & 0xffff0000u);
 }
 
-// q, out: (n, heads, head_dim); keys, values: (n_blocks, kv_heads, 16, head_dim); tables: lines of `width`; lines: (n) or null, where
-// row i has line i; lengths: (n); parts: (n, heads, splits, head_dim + 2) or null where there is one split. Grid: splits, kv_heads
-// times sixteens of heads, rows that are taken together.
+// q, out: (n, heads, head_dim); keys, values: (n_blocks, kv_heads, 16, head_dim); tables: block tables, (lines, width); lines: line of
+// `tables` for each row, (n), or null if row i has line i; lengths: number of keys of each row, (n); parts: partial results,
+// (n, heads, splits, head_dim + 2), or null for a single split. Grid: splits, kv_heads * ceil(group / 16), ceil(n / n_together).
 template <int D>
 __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys, const bf16* values, const unsigned* tables,
                                                  const unsigned* lines, const unsigned* lengths, bf16* out, float* parts, i64 n, int n_together,
                                                  int n_heads, int n_kv_heads, int head_dim, i64 width, i64 n_blocks, int n_splits, float scale) {
-    float* found = reinterpret_cast<float*>(shared_memory); // (warps, 16, head_dim + 2): sums, largest score, total
-    constexpr int PIECES = (D + 31) / 32;                   // of 32 values: four lanes of 16 bytes
-    constexpr int FIELDS = (D + 63) / 64;                   // of 64 values: eight lanes of 16 bytes
+    float* found = reinterpret_cast<float*>(shared_memory); // (warps, 16, head_dim + 2): sums, maximum score, total
+    constexpr int PIECES = (D + 31) / 32;                   // pieces of 32 values: four lanes with 16 bytes each
+    constexpr int FIELDS = (D + 63) / 64;                   // fields of 64 values: eight lanes with 16 bytes each
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int group = n_heads / n_kv_heads, n_chunks = (group + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
     const int of_row = min(group, HEADS_AT_ONCE);
@@ -56,7 +59,7 @@ __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys
     const i64 first_row = (i64)blockIdx.z * n_together;
     const i64 first_key = (i64)blockIdx.x * SPLIT_KEYS;
 
-    // Keys of this split that each row sees end here, and its line of the tables.
+    // For each row: end of its keys within this split, and its line of `tables`.
     int ends[MOST_TOGETHER], line_of[MOST_TOGETHER], last_key = (int)first_key;
 #pragma unroll
     for (int i = 0; i < MOST_TOGETHER; i++) {
@@ -66,13 +69,13 @@ __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys
         ends[i] = exists ? (int)min(first_key + SPLIT_KEYS, min((i64)lengths[row], width * BLOCK_TOKENS)) : 0;
         last_key = max(last_key, ends[i]);
     }
-    if (parts && first_key >= last_key) return; // what joins the splits does not read this one
+    if (parts && first_key >= last_key) return; // `decode_attention_join` does not read this split
 
-    // Rows of the products: head `place % of_row` of row `place / of_row`.
+    // Row `place` of the products is head `place % of_row` of row `place / of_row`.
     auto exists = [&](int place) { return place / of_row < n_together && first_row + place / of_row < n && place % of_row < n_own; };
     auto head_of = [&](int place) { return (first_row + place / of_row) * n_heads + (i64)kv_head * group + first_head + place % of_row; };
     const int own_row[2] = {exists(g) ? g / of_row : -1, exists(g + 8) ? (g + 8) / of_row : -1};
-    unsigned own[PIECES][2][4]; // of each piece the A of two products
+    unsigned own[PIECES][2][4]; // queries: for each piece, operand A of two products
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
         const int column = piece * 32 + t * 8;
@@ -85,7 +88,7 @@ __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys
     const float factor = scale * 1.44269504088896f;
 
     for (int start = (int)first_key + warp * BLOCK_TOKENS; start < last_key; start += DECODE_WARPS * BLOCK_TOKENS) {
-        int blocks[MOST_TOGETHER]; // of each row; -1 where it sees none here
+        int blocks[MOST_TOGETHER]; // block of each row; -1 if it has none at this position
 #pragma unroll
         for (int i = 0; i < MOST_TOGETHER; i++) {
             const i64 block = start < ends[i] ? (i64)tables[line_of[i] * width + start / BLOCK_TOKENS] : -1;
@@ -104,7 +107,7 @@ __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys
                 if (own_row[0] == i) seen[0] = n_visible;
                 if (own_row[1] == i) seen[1] = n_visible;
             }
-            if (!is_first) continue; // the whole warp
+            if (!is_first) continue; // the same for all lanes
             const i64 place = ((i64)block * n_kv_heads + kv_head) * BLOCK_TOKENS * head_dim;
             uint4 key[PIECES][2], value[FIELDS][4];
 #pragma unroll
@@ -122,7 +125,7 @@ __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys
                     value[field][i] = sixteen_bytes(values + place + token * head_dim + column, token < n_tokens && column < head_dim);
                 }
 
-            float p[2][4] = {}; // of tokens 0 to 7 and 8 to 15
+            float p[2][4] = {}; // scores of tokens 0 to 7 and 8 to 15
 #pragma unroll
             for (int piece = 0; piece < PIECES; piece++)
 #pragma unroll
@@ -156,7 +159,7 @@ __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys
 #pragma unroll
                     for (int i = 0; i < 8; i++) sums[field][i][2 * row] *= kept, sums[field][i][2 * row + 1] *= kept;
             }
-            // Product i of a field is over its columns i, 8 + i, 16 + i, ...: those that stand i-th in each lane's sixteen bytes.
+            // Product i of a field has its columns i, 8 + i, 16 + i, ...: value i of each lane's 16 bytes.
             unsigned a[4];
             as_left(a, p[0], p[1]);
 #pragma unroll
@@ -175,7 +178,7 @@ __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys
     for (int row = 0; row < 2; row++) {
         total[row] += __shfl_xor_sync(ALL_LANES, total[row], 1);
         total[row] += __shfl_xor_sync(ALL_LANES, total[row], 2);
-        if (total[row] != total[row]) max[row] = total[row]; // a NaN among the scores, which no maximum has kept
+        if (total[row] != total[row]) max[row] = total[row]; // NaN among the scores: fmaxf ignores it, so pass it on
         float* to = found + (warp * HEADS_AT_ONCE + g + 8 * row) * line;
 #pragma unroll
         for (int field = 0; field < FIELDS; field++)
@@ -211,7 +214,7 @@ __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys
     }
 }
 
-// Joins the splits of each head of each sequence in their order. A warp takes one head.
+// Merges the splits of each head of each row, in ascending order. One warp per head.
 extern "C" __global__ void decode_attention_join(const float* parts, const unsigned* lengths, bf16* out, i64 n, int n_heads, int head_dim,
                                                  int n_splits) {
     const i64 place = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;

@@ -1,17 +1,17 @@
-// Dropout with masks that depend on what a row is and not on where it stands: twin of `adapter::dropout`.
+// Dropout whose masks depend on a key of the row, not on its position in the batch. CPU counterpart: `dropout.rs` of querl-model.
 #pragma once
 
 #include "random.cuh"
 
-// Whether a value of the pair is kept, and what it is then: bits below the threshold are dropped.
+// Dropout of two adjacent values: a value is set to 0 if its 32 random bits are below `threshold`, else multiplied by `scale`.
 __device__ __forceinline__ void drop_pair(u64 row_key, u64 layer_seed, i64 pair, unsigned threshold, float scale, float (&v)[2]) {
     const u64 bits = mix64(mix64(row_key ^ layer_seed) + (u64)(pair + 1) * 0x9e3779b97f4a7c15ull);
     v[0] = (unsigned)bits < threshold ? 0.0f : v[0] * scale;
     v[1] = (unsigned)(bits >> 32) < threshold ? 0.0f : v[1] * scale;
 }
 
-// to = d(x), or to += d(x) where `adds`. x: (n_rows, width) bf16; row_keys: n_rows; before x's
-// `first_pair` pairs of the complete layer's columns are on other GPUs. Blocks of 256 threads over pairs of neighbours.
+// to = dropout(x), or to += dropout(x) if `adds`. x, to: (n_rows, width); row_keys: (n_rows); first_pair: index of x's first pair of
+// columns in the complete layer (tensor parallelism). Blocks of 256 threads, one pair of adjacent columns per thread.
 template <class T>
 __device__ __forceinline__ void drop(
     const bf16* x, const u64* row_keys, T* to, i64 n_rows, i64 width, i64 first_pair, u64 layer_seed, unsigned threshold, float scale,

@@ -1,22 +1,23 @@
-// Values one by one, rows by index. Launchers: src/device/elementwise.rs.
+// Elementwise kernels, and kernels that gather or scatter rows by index. Launchers: src/device/elementwise.rs.
 //
-// Blocks of 256 threads, at most 16 for each processor; a thread takes eight values at a time, in a grid-stride loop. No shared
-// memory, at most 48 registers. Floor of each: the bytes that it reads and writes once, over the memory's bandwidth.
+// Blocks of 256 threads, at most 16 per multiprocessor; a thread processes eight values at a time in a grid-stride loop. No shared
+// memory, at most 48 registers. All are bound by memory bandwidth: floors count each byte that is read or written once.
 #pragma once
 #include "common.cuh"
 
-// Calls `f(at)` for each group of eight values that this thread has of `n`.
+// Grid-stride loop over `n` values: calls `f(at)` for each of this thread's groups of eight values.
 template <class F> __device__ __forceinline__ void each_eight(i64 n, F f) {
     const i64 step = (i64)gridDim.x * blockDim.x * 8;
     for (i64 at = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 8; at < n; at += step) f(at);
 }
 
-// Calls `f(row, column)` for each group of at most eight neighbours that this thread has of `n_rows` rows.
+// Grid-stride loop over `n_rows` rows of `width` values: calls `f(row, column)` for each of this thread's groups of at most eight adjacent
+// values in a row.
 template <class F> __device__ __forceinline__ void each_group(i64 n_rows, int width, F f) {
     const unsigned groups = ((unsigned)width + 7) / 8;
     const i64 step = (i64)gridDim.x * blockDim.x, n = n_rows * groups;
     for (i64 group = (i64)blockIdx.x * blockDim.x + threadIdx.x; group < n; group += step) {
-        // A division of 64 bits takes some seventy instructions: where 32 do, they are taken.
+        // A 64-bit division takes about 70 instructions, so a 32-bit one is used where it is sufficient.
         const i64 row = n <= 0xffffffffll ? (i64)((unsigned)group / groups) : group / groups;
         f(row, (int)(group - row * groups) * 8);
     }
@@ -32,7 +33,7 @@ extern "C" __global__ void to_bf16(const float* x, bf16* y, i64 n) {
     });
 }
 
-// mark: one number, 1 from then on where a value of x (n) is not finite in bf16; who writes it writes the same. Floor: 4 n bytes.
+// Sets *mark to 1 if a value of x (n) is not finite in bf16. Threads write the same value without synchronisation. Floor: 4 n bytes.
 extern "C" __global__ void mark_not_finite(const float* x, unsigned* mark, i64 n) {
     const bool vectors = is_aligned(x);
     bool is_finite = true;
@@ -55,7 +56,7 @@ extern "C" __global__ void to_f32(const bf16* x, float* y, i64 n) {
     });
 }
 
-// sum, x: (n) f32. Floor: 12 n bytes.
+// sum += x; both (n) f32. Floor: 12 n bytes.
 extern "C" __global__ void add(float* sum, const float* x, i64 n) {
     const bool vectors = is_aligned(x) && is_aligned(sum);
     each_eight(n, [&](i64 at) {
@@ -83,8 +84,8 @@ extern "C" __global__ void swiglu(const bf16* gate, const bf16* up, bf16* y, i64
     });
 }
 
-// `swiglu` again, and with s the sigmoid of the gate: dgate = grad up s (1 + gate (1 - s)), dup = grad gate s; all (n) bf16.
-// Floor: 12 n bytes.
+// Backward pass of `swiglu`, with s = sigmoid(gate): dgate = grad up s (1 + gate (1 - s)), dup = grad gate s. Also recomputes y. All (n)
+// bf16. Floor: 12 n bytes.
 extern "C" __global__ void swiglu_gradients(const bf16* gate, const bf16* up, const bf16* grad, bf16* y, bf16* dgate, bf16* dup, i64 n) {
     const bool vectors = is_aligned(gate) && is_aligned(up) && is_aligned(grad) && is_aligned(y) && is_aligned(dgate) && is_aligned(dup);
     each_eight(n, [&](i64 at) {
@@ -105,7 +106,7 @@ extern "C" __global__ void swiglu_gradients(const bf16* gate, const bf16* up, co
     });
 }
 
-// y[i] = table[ids[i]]; table: (n_rows, width); y: (n, width); zeros for a row that is not there.
+// y[i] = table[ids[i]], or zeros if ids[i] >= n_rows. table: (n_rows, width); y: (n, width).
 template <class From, class To>
 __device__ __forceinline__ void take_rows(const From* table, const unsigned* ids, To* y, i64 n, int width, i64 n_rows) {
     const bool vectors = width % 8 == 0 && is_aligned(table) && is_aligned(y);
@@ -117,7 +118,7 @@ __device__ __forceinline__ void take_rows(const From* table, const unsigned* ids
     });
 }
 
-// Rows of the embedding, widened. Floor: 6 n width bytes.
+// Embedding lookup, converted to f32. Floor: 6 n width bytes.
 extern "C" __global__ void gather_rows(const bf16* table, const unsigned* ids, float* y, i64 n, int width, i64 n_rows) {
     take_rows(table, ids, y, n, width, n_rows);
 }
@@ -132,7 +133,7 @@ extern "C" __global__ void pick_bf16(const bf16* all, const unsigned* list, bf16
     take_rows(all, list, y, n, width, n_rows);
 }
 
-// all[list[i]] += picked[i]; no row is listed twice, so no two threads meet. Floor: 12 n width bytes.
+// all[list[i]] += picked[i]. `list` has no row twice, so no atomics are needed. Floor: 12 n width bytes.
 extern "C" __global__ void add_picked(float* all, const float* picked, const unsigned* list, i64 n, int width, i64 n_rows) {
     const bool vectors = width % 8 == 0 && is_aligned(all) && is_aligned(picked);
     each_group(n, width, [&](i64 row, int column) {
@@ -162,7 +163,7 @@ extern "C" __global__ void repeat_row_f32(const float* row, float* y, i64 n_rows
 // Floor: 2 n_rows width bytes.
 extern "C" __global__ void repeat_row_bf16(const float* row, bf16* y, i64 n_rows, int width) { repeat_row(row, y, n_rows, width); }
 
-// y[i] += row for each of n_rows rows. Floor: 8 n_rows width bytes.
+// y[i] += row for every row i of y (n_rows, width) f32. Floor: 8 n_rows width bytes.
 extern "C" __global__ void add_row(const float* row, float* y, i64 n_rows, int width) {
     const bool vectors = width % 8 == 0 && is_aligned(row) && is_aligned(y);
     each_group(n_rows, width, [&](i64 index, int column) {

@@ -1,40 +1,41 @@
-// Products of a few rows with a frozen weight, which is read as it is stored and never widened to memory. Launcher:
+// Products of a few rows (decode steps) with a frozen weight, which is unpacked in registers and not in memory. Launcher:
 // src/device/weight.rs.
 //
-// Such a product is bound by reading the weight, so everything else must overlap with that:
+// The product is bound by reading the weight from memory, so everything else overlaps with these reads:
 //
-// - A block has 32 outputs and up to 16 rows of x. Of its eight warps four share 16 outputs: each takes every fourth stretch of 64
-//   inputs, so that a block reads four neighbouring stretches of a row together. What the warps have found is added in a fixed order.
-// - Of a stretch a lane holds 16 neighbouring inputs of two outputs and of one or two rows of x: a weight's 16 codes are one load of 8
-//   or 16 bytes (bf16: two). Which inputs a step of the tensor core multiplies does not matter as long as both factors have the same:
-//   step s takes inputs 4s to 4s + 3 of each lane's 16.
-// - The next DEPTH stretches of the weight are on their way to registers while one is multiplied. x comes from the first-level
-//   cache, where the other 16 outputs' warps find it too.
-// - Codes become bf16 by the arithmetic of `unpack`, so that few rows and many see the same weights.
+// - A block computes 32 outputs for up to 16 rows of x, with eight warps: four warps share 16 outputs (split-K). Each of the four
+//   processes every fourth stretch of 64 inputs, so that they read four adjacent stretches of a row at the same time. Their partial sums
+//   are added in a fixed order.
+// - In a stretch, a lane holds 16 adjacent inputs of two outputs and of one or two rows of x. The 16 codes of a weight are one load of 8
+//   or 16 bytes (bf16: two loads). The order of the inputs in a tensor-core product may be permuted if both operands have the same
+//   order: product s takes inputs 4s to 4s + 3 of each lane's 16.
+// - The next DEPTH stretches of the weight are loaded to registers while the current one is multiplied. x is read from the L1 cache,
+//   which the warps of the other 16 outputs share.
+// - Codes are converted to bf16 by the same arithmetic as in `unpack`, so that the weights do not depend on the number of rows.
 //
-// Bounds: a stretch begins below n_in; inputs beyond it are zeros in x, whatever the weight's code 0 stands for (in nf4 it is -1).
-// Outputs beyond n_out and rows beyond n_rows are not read and not written. Every condition around a product is the same in all lanes
-// of a warp, and both barriers are reached by every thread.
+// Bounds: every stretch begins below n_in. Inputs beyond n_in are zeros in x, because code 0 of the weight need not be 0 (nf4: -1).
+// Outputs beyond n_out and rows beyond n_rows are neither read nor written. Conditions around a product are the same for all lanes of a
+// warp, and all threads reach both barriers.
 //
-// Floor: the weight's bytes over the memory's bandwidth.
+// Floor: bytes of the weight over the memory bandwidth.
 #pragma once
 #include "frozen.cuh"
 #include "tensor_core.cuh"
 
-constexpr int STRETCH = 64; // inputs, as many as share a scale
-constexpr int STEP_SHARE = 16; // inputs of a lane in a stretch
-constexpr int N_PARTS = 4; // warps that share outputs
+constexpr int STRETCH = 64; // number of inputs that share a scale
+constexpr int STEP_SHARE = 16; // inputs per lane in a stretch
+constexpr int N_PARTS = 4; // warps that share the same outputs
 constexpr int BLOCK_OUTPUTS = 32;
 constexpr int ROW_TILE = 8;
 
-// Sixteen neighbouring weights of a row as they are stored, and their scale.
+// Codes of 16 adjacent weights of a row, and their scale.
 template <int FORMAT> struct Run {
     unsigned words[FORMAT == BF16 ? 8 : FORMAT == NF4 ? 2 : 4];
     float scale;
 };
 
-// Inputs `k` to `k + 16` of a row that begins at `row`; zeros beyond `n_in`, and where there is no row. `vectors`: n_in is a multiple of
-// 16 and the weight begins at a multiple of 16 bytes, so that a run is inside or outside as a whole, and aligned.
+// Loads inputs `k` to `k + 16` of the row at `row`; zeros beyond `n_in`, and if `row` is null. `vectors`: n_in is a multiple of 16 and the
+// weight is aligned to 16 bytes, so that every run is aligned and either complete or empty.
 template <int FORMAT>
 __device__ __forceinline__ Run<FORMAT> load_run(const unsigned char* row, const float* scales, int k, int n_in, bool vectors) {
     Run<FORMAT> run = {};
@@ -65,7 +66,7 @@ __device__ __forceinline__ Run<FORMAT> load_run(const unsigned char* row, const 
     return run;
 }
 
-// The same as eight pairs of bf16.
+// Unpacks a run to eight pairs of bf16. `shares`: the values of nf4 codes.
 template <int FORMAT> __device__ __forceinline__ void widen(const Run<FORMAT>& run, const float* shares, unsigned (&pairs)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -77,15 +78,15 @@ template <int FORMAT> __device__ __forceinline__ void widen(const Run<FORMAT>& r
     }
 }
 
-// Inputs `k` to `k + 16` of a row of x, as `load_run`.
+// Loads inputs `k` to `k + 16` of a row of x, like `load_run`.
 __device__ __forceinline__ void load_inputs(const bf16* row, int k, int n_in, bool vectors, unsigned (&pairs)[8]) {
     const Run<BF16> run = load_run<BF16>(reinterpret_cast<const unsigned char*>(row), nullptr, k, n_in, vectors);
 #pragma unroll
     for (int i = 0; i < 8; i++) pairs[i] = run.words[i];
 }
 
-// TILES: of 8 rows, one or two. `sums`: shared, (N_PARTS, 8 TILES, BLOCK_OUTPUTS + 1), the last value of each row unused: it keeps
-// lanes off each other's banks.
+// TILES: number of tiles of 8 rows, 1 or 2. `sums`: shared memory (N_PARTS, 8 TILES, BLOCK_OUTPUTS + 1); the last value of each row is
+// padding against bank conflicts.
 template <int FORMAT, int TILES, class T>
 __device__ __forceinline__ void few_rows(const unsigned char* weight, const float* scales, const bf16* x, T* y, int first_row, int n_rows,
                                          int n_out, int n_in, int line, float alpha, float beta, const float* shares, float* sums) {
@@ -159,7 +160,8 @@ __device__ __forceinline__ void few_rows(const unsigned char* weight, const floa
     }
 }
 
-// x: (n_rows, n_in) bf16; y = alpha x W^T + beta y: (n_rows, n_out). A block for 32 outputs and 16 rows, of 256 threads.
+// y = alpha x W^T + beta y. x: (n_rows, n_in) bf16; y: (n_rows, n_out); `line`: bytes per row of the weight. A block of 256 threads for 32
+// outputs and 16 rows.
 template <int FORMAT, class T>
 __device__ __forceinline__ void few_rows(const unsigned char* weight, const float* scales, const bf16* x, T* y, int n_rows, int n_out,
                                          int n_in, int line, float alpha, float beta) {

@@ -1,23 +1,24 @@
-// What follows the products of a decoding layer: lora_a_out-rank changes, biases, norms and angles, and the way of keys and values into
-// their blocks. Launchers: src/device/paged_attention.rs.
+// Epilogues of the products of a layer in decode steps: LoRA B, DoRA factor, bias, per-head norm, RoPE, and writing keys and values into
+// the paged KV cache. Launchers: src/device/paged_attention.rs.
 //
-// A thread takes one output (a column) of some rows at once, so that each weight of B is read once for all of them; weights and
-// the rows' products with A come in eights, 16 bytes where they are aligned. B's own products run on the ordinary cores: at ranks
-// of adapters they are less than the reading of B. No atomics, sums in the order of the rank.
+// A thread computes one output (column) for several rows, so that each weight of LoRA B is read once for all of them. Weights and
+// outputs of LoRA A are loaded eight at a time, in 16 bytes if aligned. The products with LoRA B do not use tensor cores: at usual ranks
+// they take less time than reading B. No atomics; sums over the rank are in ascending order.
 #pragma once
 #include "common.cuh"
 
-// What follows a product `y`: (y + scale * B lora_a_out) * factor + bias. A pointer may be null.
+// Epilogue of a product y: (y + scale * B lora_a_out) * factor + bias. Each pointer may be null.
 struct Epilogue {
     const bf16* b;       // (outputs, rank)
     const float* bias;   // (outputs)
-    const float* factor; // (outputs)
-    int rank, first;     // the columns of `lora_a_out` that are this one's
+    const float* factor; // DoRA: magnitude over norm of the row; (outputs)
+    int rank, first;     // columns `first` to `first + rank` of `lora_a_out` belong to this layer
     float scale;
     int unused;
 };
 
-// For one output `column` of rows `first_row` to `first_row + ROWS` of `y`, those below n: the finished values. lora_a_out: (n, lora_width).
+// Applies an epilogue to output `column` of rows `first_row` to `first_row + ROWS` of y (n, n_out); rows from n on are skipped.
+// lora_a_out: (n, lora_width).
 template <int ROWS>
 __device__ __forceinline__ void finished(const Epilogue& epilogue, const bf16* y, const bf16* lora_a_out, int lora_width, i64 first_row, i64 n,
                                          int column, int n_out, float (&values)[ROWS]) {
@@ -48,10 +49,11 @@ __device__ __forceinline__ void finished(const Epilogue& epilogue, const bf16* y
 
 constexpr int FINISHED_ROWS = 8, FINISHED_GROUPS = 2, WIDEST_HEAD = 128;
 
-// A block finishes one head of 16 rows: a query, which goes back to its place, or a key or value, which goes to its slot. q:
-// (n, heads, head_dim); k, v: (n, kv_heads, head_dim); epilogues: of q, k, v; q_norm, k_norm: (head_dim) or null; keys, values:
-// (n_blocks, kv_heads, 16, head_dim). A slot outside of the pool is left out. Grid: heads + 2 kv_heads, sixteens of rows. Static
-// shared memory 8 KiB. Floor: 4 bytes a value, and the epilogues' B.
+// Epilogues of q, k and v, with per-head norm and RoPE. Queries are written to q in place; keys and values to their slots of the KV cache.
+// q: (n, heads, head_dim); k, v: (n, kv_heads, head_dim); epilogues: of q, k, v; q_norm, k_norm: (head_dim) or null; slots: block number
+// * 16 + position within the block, (n); keys, values: (n_blocks, kv_heads, 16, head_dim). A slot outside the pool is skipped. A thread
+// block processes one head of 16 rows. Grid: heads + 2 kv_heads, ceil(n / 16). Static shared memory: 8 KiB. Floor: 4 bytes per value,
+// and the epilogues' LoRA B.
 extern "C" __global__ void __launch_bounds__(256)
     finish_heads(bf16* q, const bf16* k, const bf16* v, const bf16* lora_a_out, int lora_width, const Epilogue* epilogues, const float* q_norm,
                  const float* k_norm, const float* cos, const float* sin, const unsigned* positions, const unsigned* slots, bf16* keys,
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int lane = threadIdx.x % 32, half = head_dim / 2;
     for (int i = threadIdx.x / 32; i < FINISHED_ROWS * FINISHED_GROUPS; i += blockDim.x / 32) {
         const i64 row = first_row + i;
-        if (row >= n) break; // the whole warp
+        if (row >= n) break; // the same for all lanes
         const i64 slot = slots[row];
         if (part > 0 && slot >= n_blocks * 16) continue;
         bf16* to = part == 0 ? q + row * n_out + head * head_dim
@@ -95,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// gate = silu(gate finished) * (up finished), (n, n_out); epilogues: of gate and up. Grid: 256s of columns, eights of rows. Floor: 6
-// bytes a value, and the epilogues' B.
+// gate = silu(epilogue(gate)) * epilogue(up), (n, n_out); epilogues: of gate and up. Grid: ceil(n_out / 256), ceil(n / 8). Floor: 6 bytes
+// per value, and the epilogues' LoRA B.
 extern "C" __global__ void __launch_bounds__(256)
     finish_gated(bf16* gate, const bf16* up, const bf16* lora_a_out, int lora_width, const Epilogue* epilogues, i64 n, int n_out) {
     const int column = blockIdx.x * blockDim.x + threadIdx.x;
@@ -110,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(256)
         if (first_row + i < n) gate[(first_row + i) * n_out + column] = __float2bfloat16(gates[i] * sigmoid(gates[i]) * ups[i]);
 }
 
-// sum += y finished, (n, n_out); epilogue: of y. Grid: as `finish_gated`. Floor: 10 bytes a value, and the epilogue's B.
+// Residual sum += epilogue(y), (n, n_out). Grid: as in `finish_gated`. Floor: 10 bytes per value, and the epilogue's LoRA B.
 extern "C" __global__ void __launch_bounds__(256)
     finish_added(float* sum, const bf16* y, const bf16* lora_a_out, int lora_width, const Epilogue* epilogue, i64 n, int n_out) {
     const int column = blockIdx.x * blockDim.x + threadIdx.x;

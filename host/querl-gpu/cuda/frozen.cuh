@@ -1,12 +1,12 @@
-// Frozen weights in fewer bits: packed once on the GPU, unpacked to bf16 before a product of many rows; of few rows see few_rows.cuh.
-// Launchers: src/device/weight.rs. Twin: kernels/packed_weight, whose codes and scales these are, but for rows that stand as they are
-// instead of in panels.
+// Quantized frozen weights: packed once on the GPU, and unpacked to bf16 before a product of many rows (of few rows: few_rows.cuh).
+// Launchers: src/device/weight.rs. CPU counterpart: kernels/packed_weight of querl-model, with the same codes and scales, but in panels;
+// here a row is contiguous.
 //
-// | format | bytes a weight | a code |
+// | format | bytes per weight | code |
 // |---|---|---|
-// | int8 | 1.0625 | one of 255 even steps up to the largest of 64 neighbours of a row |
-// | nf4 | 0.5625 | one of 16 shares of it; the lower half of a byte is the earlier input |
-// | fp8 | 1 | a number of 4 bits of exponent and 3 of mantissa (e4m3) of the largest of the row as 448 |
+// | int8 | 1.0625 | whole number from -127 to 127; the scale is the absolute maximum of 64 adjacent weights of a row, over 127 |
+// | nf4 | 0.5625 | index of one of 16 values from -1 to 1, the first in the lower half of a byte; the scale is that absolute maximum |
+// | fp8 | 1 | e4m3: 4 bits of exponent, 3 of mantissa; the scale is the absolute maximum of the row, over 448 |
 //
 // Sources: Dettmers et al. 2022, "LLM.int8()"; Dettmers et al. 2023, "QLoRA", appendix E; Micikevicius et al. 2022, "FP8 Formats for
 // Deep Learning".
@@ -32,30 +32,31 @@ __device__ __forceinline__ unsigned nf4_code(float share) {
     return code;
 }
 
-// To the nearest, ties to even; |x| at most 448.
+// Converts to e4m3, rounding to nearest, ties to even; |x| must be at most 448.
 __device__ __forceinline__ unsigned fp8_code(float x) {
     const unsigned sign = __float_as_uint(x) >> 24 & 0x80u;
     const float size = fabsf(x);
-    if (size < 0.015625f) return sign | (unsigned)rintf(size * 512.0f); // below 2^-6: steps of 2^-9
+    if (size < 0.015625f) return sign | (unsigned)rintf(size * 512.0f); // subnormal, below 2^-6: multiples of 2^-9
     const unsigned bits = __float_as_uint(size), rounded = bits + 0x7ffffu + (bits >> 20 & 1u);
     return sign | min((rounded >> 20) - (120u << 3), 0x7eu);
 }
 
-// As the f32 of the same exponent and mantissa bits times 2^120, the difference of the biases; small numbers come out right too.
+// Converts e4m3 to f32: places exponent and mantissa bits in an f32 and multiplies by 2^120, the difference of the exponent biases. Also
+// correct for subnormal codes.
 __device__ __forceinline__ float fp8_value(unsigned code) {
     return __uint_as_float((code & 0x7fu) << 20) * 1.329227995784916e36f * (code & 0x80u ? -1.0f : 1.0f);
 }
 
-// Weight `i` of codes that stand together, the first in the lowest bits, as a share of their scale. `shares`: nf4's, in memory, since
-// registers cannot be indexed.
+// Value of weight `i` of packed codes, without the scale; the first code is in the lowest bits. `shares`: the values of nf4 codes in shared
+// memory, because registers cannot be indexed.
 template <int FORMAT> __device__ __forceinline__ float value_of(const unsigned* words, int i, const float* shares) {
     if (FORMAT == NF4) return shares[words[i / 8] >> i % 8 * 4 & 15u];
     const unsigned code = words[i / 4] >> i % 4 * 8 & 255u;
     return FORMAT == INT8 ? (float)(signed char)code : fp8_value(code);
 }
 
-// values: (n_out, n_in) bf16 or f32; codes: (n_out, line) bytes; scales: (n_out, groups) f32, groups of 64 inputs, or for fp8 of all. A warp
-// takes a group. Floor: the values' bytes and what is written.
+// Quantizes a weight. values: (n_out, n_in) bf16 or f32; codes: (n_out, line) bytes; scales: (n_out, groups) f32, with groups of 64 inputs
+// (fp8: all inputs of a row). One warp per group. Floor: bytes of values, codes and scales.
 template <int FORMAT, class T>
 __device__ __forceinline__ void pack(const T* values, unsigned char* codes, float* scales, i64 n_out, int n_in, int line) {
     const int size = FORMAT == FP8 ? n_in : GROUP, n_groups = (n_in + size - 1) / size, lane = threadIdx.x % 32;
@@ -69,10 +70,10 @@ __device__ __forceinline__ void pack(const T* values, unsigned char* codes, floa
         for (int i = start + lane; i < end; i += 32) largest = fmaxf(largest, fabsf(widened(from[i])));
         largest = warp_max(largest);
         const float steps = FORMAT == INT8 ? 127.0f : FORMAT == FP8 ? FP8_MAX : 1.0f;
-        // Of zeros alone, or so close to them that no float is large enough, the codes are those of zeros.
+        // If all values are 0, or so small that the inverse scale overflows, all codes are 0.
         const float inverse = steps / largest < INFINITY ? steps / largest : 0.0f;
         if (lane == 0) scales[at] = largest / steps;
-        // A lane packs two neighbours, which share a byte of nf4; groups begin at even inputs.
+        // A lane packs two adjacent weights, which share a byte in nf4; groups begin at even inputs.
         for (int i = start + 2 * lane; i < end; i += 64) {
             const float first = widened(from[i]) * inverse, second = i + 1 < end ? widened(from[i + 1]) * inverse : 0.0f;
             if (FORMAT == NF4) {
@@ -88,9 +89,9 @@ __device__ __forceinline__ void pack(const T* values, unsigned char* codes, floa
     }
 }
 
-// y: (n, n_in) bf16, the rows first, first + 1, ... or those of `ids`; zeros for a row that is not there. Threads as in
-// elementwise.cuh. Floor: the bytes of the codes and 2 a weight; the product that follows takes longer where it has more than a few
-// hundred rows.
+// Unpacks rows first, first + 1, ... or, if `ids` is not null, the rows `ids`, to y (n, n_in) bf16; zeros for a row from n_out on. Launch
+// configuration: see elementwise.cuh. Floor: bytes of the codes, and 2 per weight; with more than a few hundred rows the product that
+// follows takes longer.
 template <int FORMAT>
 __device__ __forceinline__ void unpack(const unsigned char* codes, const float* scales, const unsigned* ids, i64 first, bf16* y, i64 n,
                                        i64 n_out, int n_in, int line) {

@@ -1,4 +1,4 @@
-// All kernels of the device in one translation unit: one module, loaded once. See each header for what its kernels do.
+// All kernels in one translation unit, which is compiled to one module and loaded once. Each header documents its kernels.
 #include "adamw.cuh"
 #include "attention.cuh"
 #include "columns.cuh"

@@ -1,17 +1,18 @@
-// What a part of the vocabulary adds to a row's log-probability and entropy, and the gradients of its logits. The logits of a part
-// come out of a product and are over the temperature already. Launchers: src/device/logprobs.rs.
+// Log-probabilities and entropies of tokens, computed in chunks of the vocabulary (online softmax), and the gradients of the logits. The
+// logits of a chunk are the output of a product and already divided by the temperature. Launchers: src/device/logprobs.rs.
 //
-// A block of 512 threads takes a row; it reads its logits twice, the second time from the caches (a part of a row is 2 KiB to
-// 600 KiB). At most 40 registers. Floor: 4 bytes a logit, 6 with its gradient; the products around them take longer.
+// A block of 512 threads processes a row. It reads the logits twice, the second time from caches (a chunk of a row has 2 KiB to
+// 600 KiB). At most 40 registers. Floor: 4 bytes per logit, 6 with the gradient; the products before and after take longer.
 #pragma once
 #include "common.cuh"
 
-// A row's sums so far, relative to the largest logit.
+// Running softmax statistics of a row: maximum x_max of the logits, sum of e^(x - x_max), sum of (x - x_max) e^(x - x_max), and the
+// target's logit.
 struct RowState {
     double max, sum, weighted, target;
 };
 
-// Takes the logits (n_rows, size) of the tokens start, start + 1, ... into state (n_rows); the part that starts at 0 begins it.
+// Adds the logits (n_rows, size) of the tokens start, start + 1, ... to state (n_rows); start = 0 initialises the state.
 extern "C" __global__ void logprob_part(const float* logits, const unsigned* targets, RowState* state, i64 start, int size) {
     __shared__ float memory[32];
     const float* row = logits + (i64)blockIdx.x * size;
@@ -37,7 +38,7 @@ extern "C" __global__ void logprob_part(const float* logits, const unsigned* tar
             if (at + i >= size) continue;
             const float x = v[i] - all, e = expf(x);
             sum += e;
-            weighted += e > 0.0f ? e * x : 0.0f; // a logit of minus infinity counts nothing
+            weighted += e > 0.0f ? e * x : 0.0f; // a logit of -inf adds 0, not NaN
         }
     }
     sum = block_sum(sum, memory);
@@ -53,7 +54,7 @@ extern "C" __global__ void logprob_part(const float* logits, const unsigned* tar
     state[blockIdx.x] = after;
 }
 
-// out: (n_rows, 2) log-probability and entropy; sums: (n_rows, 2) logarithm of the sum of exponentials and entropy.
+// out: (n_rows, 2), log-probability of the target and entropy; sums: (n_rows, 2), logsumexp and entropy, for the backward pass.
 extern "C" __global__ void logprob_end(const RowState* state, float* out, float* sums, i64 n_rows) {
     const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= n_rows) return;
@@ -63,7 +64,8 @@ extern "C" __global__ void logprob_end(const RowState* state, float* out, float*
     sums[2 * row] = log_sum, sums[2 * row + 1] = entropy;
 }
 
-// dlogits = factor * (grad[0] [token = target] - p (grad[0] + grad[1] (ln p + entropy))), (n_rows, size) bf16; grad: (n_rows, 2).
+// dlogits = factor * (grad[0] [token = target] - p (grad[0] + grad[1] (ln p + entropy))), (n_rows, size) bf16; grad: gradients of
+// log-probability and entropy, (n_rows, 2).
 extern "C" __global__ void logit_gradients(const float* logits, const unsigned* targets, const float* sums, const float* grad,
                                            bf16* dlogits, i64 start, int size, float factor) {
     const i64 place = (i64)blockIdx.x * size;

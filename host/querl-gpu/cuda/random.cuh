@@ -1,4 +1,4 @@
-// Normal numbers that depend on their seed and place alone: fresh weights, without a copy of them on the host.
+// Normally distributed initial weights, generated on the GPU. A number is a function of seed and index only.
 #pragma once
 
 #include "common.cuh"
@@ -10,10 +10,10 @@ __device__ __forceinline__ u64 mix64(u64 z) {
     return z ^ (z >> 31);
 }
 
-// Two neighbours of a row of standard normal numbers times `scale` (Box and Muller), which share a draw.
+// Numbers 2 * pair and 2 * pair + 1 of the sequence of standard normal numbers, times `scale`, by one Box-Muller transform.
 __device__ __forceinline__ void normal_pair(u64 pair, u64 seed, float scale, float (&v)[2]) {
     const u64 bits = mix64(seed + (pair + 1) * 0x9e3779b97f4a7c15ull);
-    // Above 0 and at most 1; 24 bits are what a float holds exactly.
+    // u is in (0, 1]; 24 bits are exact in f32.
     const float u = ((float)(unsigned)(bits >> 40) + 1.0f) * 0x1p-24f;
     const float angle = 6.28318530717958648f * ((float)(unsigned)((bits >> 8) & 0xffffffu) * 0x1p-24f);
     const float radius = scale * sqrtf(-2.0f * logf(u));
@@ -21,7 +21,7 @@ __device__ __forceinline__ void normal_pair(u64 pair, u64 seed, float scale, flo
     v[1] = radius * sinf(angle);
 }
 
-// values[i]: number i. Twin of `random::normal`.
+// values[i]: number i of the sequence. CPU counterpart: `random::normal` of querl-model.
 extern "C" __global__ void normal_bf16(bf16* values, u64 n, u64 seed, float scale) {
     const u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 pair = (u64)blockIdx.x * blockDim.x + threadIdx.x; pair < (n + 1) / 2; pair += step) {
@@ -32,8 +32,8 @@ extern "C" __global__ void normal_bf16(bf16* values, u64 n, u64 seed, float scal
     }
 }
 
-// values: (n / n_columns, n_columns), whose first is number `first`; a row begins `width` numbers behind the last one's beginning.
-// Twin of `random::normal_part`.
+// A shard of a weight with rows of `width` numbers: values (n / n_columns, n_columns), where values[r][c] is number
+// first + r * width + c of the sequence. CPU counterpart: `random::normal_part` of querl-model.
 extern "C" __global__ void normal_part_bf16(bf16* values, u64 n, u64 n_columns, u64 first, u64 width, u64 seed, float scale) {
     const u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {

@@ -1,7 +1,7 @@
-// Root-mean-square normalisation. Launchers: src/device/norm_rope.rs.
+// RMSNorm. Launchers: src/device/norm_rope.rs.
 //
-// A block takes a row; a thread eight neighbouring columns, then those blockDim * 8 further. The row is read twice, the second time
-// from the first-level cache. At most 48 registers.
+// One block per row; a thread processes eight adjacent columns at a time, in steps of blockDim * 8. A row is read twice, the second time
+// from the L1 cache. At most 48 registers.
 #pragma once
 #include "common.cuh"
 
@@ -43,8 +43,8 @@ extern "C" __global__ void rms_norm_bf16(const bf16* x, const float* weight, bf1
     rms_norm(x, weight, y, width, eps);
 }
 
-// dx = g w r - x r^3 / width * sum(g w x), with r the inverse root; plus `more` where it is not null. All f32.
-// Floor: 12 n_rows width bytes, 16 with `more`.
+// dx = g w r - x r^3 / width * sum(g w x), with g = grad, w = weight, r = 1 / sqrt(mean(x^2) + eps); plus `more`, (n_rows, width), if not
+// null. All f32. Floor: 12 n_rows width bytes, 16 with `more`.
 extern "C" __global__ void rms_norm_gradients(const float* x, const float* weight, const float* grad, const float* more, float* dx, i64,
                                           int width, float eps) {
     __shared__ float memory[32];
@@ -74,8 +74,8 @@ extern "C" __global__ void rms_norm_gradients(const float* x, const float* weigh
     }
 }
 
-// parts[block] = sum of g x r over the rows block, block + gridDim, ...; parts: (gridDim, width). Dynamic shared memory: width
-// floats. Floor: 8 n_rows width bytes.
+// Gradient of the weight: parts[block] = sum of g x r over the rows block, block + gridDim, ...; parts: (gridDim, width). Dynamic shared
+// memory: width floats. Floor: 8 n_rows width bytes.
 extern "C" __global__ void norm_weight_gradient(const float* x, const float* grad, float* parts, i64 n_rows, int width, float eps) {
     __shared__ float memory[32];
     float* sums = reinterpret_cast<float*>(shared_memory);
@@ -90,8 +90,8 @@ extern "C" __global__ void norm_weight_gradient(const float* x, const float* gra
         parts[(i64)blockIdx.x * width + column] = sums[column];
 }
 
-// sums[c] = sum of x[., c]; x: (n_rows, width). A block takes 32 columns, each of its warps every eighth row; the warps' sums are
-// added in their order. Floor: n_rows width values.
+// sums[c] = sum of x[., c]; x: (n_rows, width). A block processes 32 columns; with n warps, each warp sums every n-th row, and the sums of
+// the warps are added in ascending order. Floor: bytes of x.
 template <class T> __device__ __forceinline__ void column_sums(const T* x, float* sums, i64 n_rows, int width) {
     __shared__ float parts[32][33];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_warps = blockDim.x / 32;

@@ -1,7 +1,7 @@
-// Rotary position embedding, alone or after the norm of each head. Launchers: src/device/norm_rope.rs.
+// RoPE, alone or after the per-head RMSNorm. Launchers: src/device/norm_rope.rs.
 //
-// A warp takes a head; lane j the pairs j, j + 32, ... of its first and second half (heads of at most 256: four pairs). Blocks of
-// eight warps, at most 56 registers.
+// One warp per head; lane j processes the pairs j, j + 32, ..., where pair i is (x[i], x[i + head_dim / 2]). head_dim is at most 256, so
+// that a lane has at most four pairs. Blocks of eight warps, at most 56 registers.
 #pragma once
 #include "common.cuh"
 
@@ -19,12 +19,12 @@ struct HeadPlace {
     }
 };
 
-// x, y: (n_heads, head_dim) bf16, n_per_row of them of each position; weight: (head_dim) or null; direction 1 turns, -1 back.
-// Floor: 4 n_heads head_dim bytes.
+// x, y: (n_heads, head_dim) bf16, with n_per_row heads per position; weight: of the norm, (head_dim), or null without norm; direction: 1
+// applies RoPE, -1 its inverse. Floor: 4 n_heads head_dim bytes.
 extern "C" __global__ void norm_rope(const bf16* x, const float* weight, const float* cos, const float* sin, const unsigned* positions,
                                   bf16* y, i64 n_heads, i64 n_per_row, int head_dim, float eps, float direction) {
     const i64 head = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (head >= n_heads) return; // the whole warp
+    if (head >= n_heads) return; // the same for all lanes
     const HeadPlace place(head, n_per_row, head_dim, cos, sin, positions);
     x += head * head_dim, y += head * head_dim;
     float a[PAIRS], b[PAIRS], squares = 0.0f;
@@ -47,9 +47,9 @@ extern "C" __global__ void norm_rope(const bf16* x, const float* weight, const f
     }
 }
 
-// Gradient of `norm_rope` with a norm: grad is norm_rope back, then dx = g w r - x r^3 / D * sum(g w x). parts: (gridDim, head_dim) or
-// null, each block's sum of g x r in the order of its heads and warps. Dynamic shared memory with parts: 8 head_dim floats.
-// Floor: 6 n_heads head_dim bytes.
+// Backward pass of `norm_rope` with a norm: g is grad with the inverse RoPE, then dx = g w r - x r^3 / head_dim * sum(g w x), with
+// r = 1 / sqrt(mean(x^2) + eps). parts: gradient of the weight, (gridDim, head_dim), or null; each block's sum of g x r, in the order of
+// its heads and warps. Dynamic shared memory with parts: 8 head_dim floats. Floor: 6 n_heads head_dim bytes.
 extern "C" __global__ void norm_rope_gradients(const bf16* x, const float* weight, const float* cos, const float* sin,
                                             const unsigned* positions, const bf16* grad, bf16* dx, float* parts, i64 n_heads,
                                             i64 n_per_row, int head_dim, float eps) {

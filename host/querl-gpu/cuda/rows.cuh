@@ -1,10 +1,10 @@
-// Rows that are named more than once: their gradients, added in a fixed order.
+// Gradient of a row lookup in which rows occur more than once, such as that of an embedding; added in a fixed order.
 #pragma once
 
 #include "common.cuh"
 
-// out[row] = sum of grad[index[j]] for j from starts[row] to starts[row + 1], in that order; a row that nobody names is zeros.
-// grad: (places, width); out: (n_rows, width); starts: n_rows + 1. A block for each row.
+// out[row] = sum of grad[index[j]] for j from starts[row] to starts[row + 1], in that order; zeros for a row without entries in `index`.
+// grad: (n, width); out: (n_rows, width); starts: (n_rows + 1). One block per row.
 extern "C" __global__ void sum_rows(
     const float* grad, const unsigned* starts, const unsigned* index, float* out, i64 n_rows, i64 width
 ) {

@@ -1,13 +1,14 @@
-// The choice of each row's next token: limits, temperature, filters, draw. Launcher: src/device/sampling.rs.
+// Sampling of each row's next token: logits processors, temperature, top-k, top-p, draw. Launcher: src/device/sampling.rs.
 //
-// Departures from the twin on the CPU:
-// 1. Shares are whole numbers: e^(logit - largest) counts 2^40 steps at most. Their sums do not depend on the order in which
-//    threads add them, which sums of floats would; shares below 2^-41 of the largest count nothing.
-// 2. Filters find the logit at their border by its bits, from the highest byte to the lowest, instead of sorting.
+// Departures from the CPU implementation (`sample_token` of querl-model):
+// 1. Weights (unnormalised probabilities) are fixed-point numbers, e^((logit - max) / temperature) in units of 2^-40. Their sums do not
+//    depend on the order of additions, unlike sums of floats. Weights below 2^-40 of the largest are 0.
+// 2. top-k and top-p find the logit at the border of the kept tokens by radix selection, from the highest byte to the lowest, not by
+//    sorting.
 //
-// A block of 1024 threads takes a row of V logits and goes over it 3 times for the whole distribution, 2 times more for limits, 5
-// for `top_k`, 6 for `top_p`, 1 for the draw; but for the first they come from the second-level cache. Static shared memory about
-// 6 KiB, dynamic V / 512 words of 8 bytes. Floor: 4 V bytes a row.
+// A block of 1024 threads processes a row of V logits. Passes over the row: 3 for the distribution, 2 for logits processors, 5 for
+// top-k, 6 for top-p, 1 for the draw; all but the first read from the L2 cache. Static shared memory: about 6 KiB; dynamic: V / 512
+// words of 8 bytes. Floor: 4 V bytes per row.
 #pragma once
 #include "common.cuh"
 
@@ -15,10 +16,10 @@ constexpr unsigned NOT_FINITE = 0xffffffffu, NOTHING_LEFT = 0xfffffffeu;
 constexpr int DRAW_BLOCK = 512, CLASSES = 512;
 constexpr float STEPS = 1099511627776.0f; // 2^40
 
-// What a row's logits come to.
+// Softmax of a row's logits at the temperature, in fixed-point weights (`share`).
 struct Distribution {
     float max, inverse_temperature;
-    u64 total; // of shares
+    u64 total; // sum of the weights
 
     __device__ __forceinline__ u64 share(float logit) const {
         return (u64)(expf((logit - max) * inverse_temperature) * STEPS);
@@ -26,21 +27,21 @@ struct Distribution {
     __device__ __forceinline__ float logprob(float logit) const {
         return (logit - max) * inverse_temperature - (float)log((double)total / (double)STEPS);
     }
-    // Classes of logits by their distance from the largest, sixteen to a factor of e: the first step of a filter, in which threads
-    // seldom meet.
+    // Class of a logit by its distance from the maximum, 16 classes per factor of e. First step of a filter: the classes spread the
+    // tokens, so that threads rarely add to the same bin.
     __device__ __forceinline__ int class_of(float logit) const {
         const float distance = (max - logit) * inverse_temperature * 16.0f;
         return distance < (float)(CLASSES - 1) ? (int)distance : CLASSES - 1;
     }
 };
 
-// Larger logits have larger keys; both zeros have one.
+// Radix key of a logit: a larger logit has a larger key; 0 and -0 have the same key.
 __device__ __forceinline__ unsigned key_of(float logit) {
     const unsigned bits = __float_as_uint(logit == 0.0f ? 0.0f : logit);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Which tokens filters have left: those whose key is above the border, and of those at it the ones up to a token.
+// Tokens that top-k and top-p keep: those with a key above `key`, and those with this key up to token `last`.
 struct Border {
     unsigned key;
     int last;
@@ -53,7 +54,7 @@ struct Border {
 
 struct Bins {
     u64 sums[CLASSES];
-    u64 before;   // of what lies above the chosen bin
+    u64 before;   // sum of the bins before the chosen one
     int chosen;
     float memory[32];
     u64 words[32];
@@ -65,8 +66,8 @@ template <class F> __device__ __forceinline__ u64 block_total(int n, Bins& bins,
     return block_sum(all, bins.words);
 }
 
-// The first index with which the sum of values from 0 on exceeds `left`, from which what lies before it is taken; the last index
-// where none does. For a whole warp.
+// Inverse of a cumulative sum: the first index at which the sum of values 0 to index exceeds `left`, or the last index if none does.
+// Subtracts from `left` the sum of the values before the index. Called by all lanes of a warp.
 template <class Value> __device__ __forceinline__ int first_beyond(int size, u64& left, Value value) {
     const int lane = threadIdx.x % 32;
     for (int start = 0; start < size; start += 32) {
@@ -87,15 +88,15 @@ template <class Value> __device__ __forceinline__ int first_beyond(int size, u64
     return size - 1;
 }
 
-// Adds `weight(token)` to bin `bin(token)` for every token whose bin is not negative, and finds the first bin with which the sum
-// from bin 0 on reaches `wanted`, which is at least 1. `bins.before` becomes the sum before it.
+// Histogram: adds `weight(token)` to bin `bin(token)` for every token whose bin is not negative. Stores in `bins.chosen` the first bin at
+// which the sum of bins 0 to chosen reaches `wanted` (at least 1), and in `bins.before` the sum of the bins before it.
 template <class Bin, class Weight>
 __device__ __forceinline__ void choose_bin(int n, int n_bins, u64 wanted, Bins& bins, Bin bin, Weight weight) {
     for (int i = threadIdx.x; i < n_bins; i += blockDim.x) bins.sums[i] = 0;
     __syncthreads();
     for (int token = threadIdx.x; token < n; token += blockDim.x) {
         const int at = bin(token);
-        if (at >= 0) atomicAdd(&bins.sums[at], weight(token)); // whole numbers: any order gives one sum
+        if (at >= 0) atomicAdd(&bins.sums[at], weight(token)); // integers: the sum does not depend on the order
     }
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -106,7 +107,8 @@ __device__ __forceinline__ void choose_bin(int n, int n_bins, u64 wanted, Bins& 
     __syncthreads();
 }
 
-// The key at which the weights of the likeliest tokens come to `wanted`; `bins.before` becomes the weight of all above it.
+// Radix selection: the key at which the cumulative weight of tokens in descending order of logits reaches `wanted`. `bins.before` becomes
+// the weight of all tokens with a larger key.
 template <class Weight>
 __device__ __forceinline__ unsigned border_key(const float* logits, int n, const Distribution& all, u64 wanted, Bins& bins, Weight weight) {
     choose_bin(n, CLASSES, wanted, bins, [&](int token) { return all.class_of(logits[token]); }, weight);
@@ -132,7 +134,7 @@ __device__ __forceinline__ unsigned border_key(const float* logits, int n, const
     return key;
 }
 
-// The token that is the `count`-th, from 1, among those of `key`; the last of the vocabulary where there are not as many.
+// The `count`-th token (from 1) with this key; the last token of the vocabulary if there are fewer.
 __device__ __forceinline__ int token_at(const float* logits, int n, unsigned key, i64 count) {
     i64 seen = 0;
     for (int start = 0; start < n; start += blockDim.x) {
@@ -155,7 +157,7 @@ __device__ __forceinline__ int token_at(const float* logits, int n, unsigned key
     return n - 1;
 }
 
-// What top_k and then top_p leave. Sources: transformers' TopKLogitsWarper and TopPLogitsWarper.
+// Tokens that are left by top-k and then top-p. Sources: transformers' TopKLogitsWarper and TopPLogitsWarper.
 __device__ __forceinline__ Border filtered(const float* logits, int n, const Distribution& all, i64 top_k, double top_p, Bins& bins) {
     Border border = {0, n - 1};
     if (top_k > 0 && top_k < n)
@@ -176,7 +178,8 @@ __device__ __forceinline__ Border filtered(const float* logits, int n, const Dis
     return border;
 }
 
-// The first token with which the shares from token 0 on exceed `target`. `sums`: a word for each 512 tokens.
+// Draws a token: the first token at which the sum of the weights of tokens 0 to token exceeds `target`. `sums`: scratch memory, one word
+// per 512 tokens.
 template <class Share> __device__ __forceinline__ int drawn(int n, u64 target, u64* sums, Share share) {
     __shared__ int found;
     const int lane = threadIdx.x % 32, n_blocks = (n + DRAW_BLOCK - 1) / DRAW_BLOCK;
@@ -201,8 +204,8 @@ template <class Share> __device__ __forceinline__ int drawn(int n, u64 target, u
     return found;
 }
 
-// Applies what depends on the answer so far; returns whether anything may have changed. originals[i]: the logit of the answer's
-// i-th token before. Sources: transformers' RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor and
+// Applies the logits processors that depend on the response so far (`answer`); returns false if no logit was changed. originals[i]: logit
+// of the response's i-th token before. Sources: transformers' RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor and
 // MinNewTokensLengthLogitsProcessor, in this order.
 __device__ __forceinline__ bool limit(float* logits, int n, const unsigned* answer, int length, float* originals, const unsigned* stops,
                                       int n_stops, float penalty, int ngram, bool continues) {
@@ -232,14 +235,14 @@ __device__ __forceinline__ bool limit(float* logits, int n, const unsigned* answ
     return penalises || bars || (continues && n_stops > 0);
 }
 
-// Largest logit; minus infinity where all are.
+// Maximum of the logits; -inf if all are.
 __device__ __forceinline__ float largest(const float* logits, int n, Bins& bins) {
     float max = -INFINITY;
     for (int token = threadIdx.x; token < n; token += blockDim.x) max = fmaxf(max, logits[token]);
     return block_max(max, bins.memory);
 }
 
-// The first of the largest logits.
+// Index of the maximum; the first one if there are several.
 __device__ __forceinline__ int argmax(const float* logits, int n, float max) {
     __shared__ int first;
     if (threadIdx.x == 0) first = n;
@@ -253,8 +256,8 @@ __device__ __forceinline__ int argmax(const float* logits, int n, float max) {
     return first < n ? first : 0;
 }
 
-// logits: (rows, n); answers, originals: (rows, max_tokens), null where no limit looks at them; lengths: tokens of each answer. See
-// `Gpu::choose` for the rest.
+// logits: (rows, n); answers: tokens of the responses, (rows, max_tokens), or null if no logits processor reads them; originals: scratch
+// memory like answers; lengths: number of tokens of each response, (rows). For the others see `Gpu::choose`.
 extern "C" __global__ void __launch_bounds__(1024)
     choose(float* logits, int n, const unsigned* answers, const unsigned* lengths, int max_tokens, float* originals,
            const unsigned* stops, int n_stops, float temperature, double top_p, i64 top_k, float penalty, int ngram,

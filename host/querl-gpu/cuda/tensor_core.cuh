@@ -1,15 +1,16 @@
-// Products of 16 x 16 by 16 x 8 tiles of bf16 with f32 sums, their operands from shared memory, and copies that overlap the
-// arithmetic. On the GPU by `mma.sync`, `ldmatrix` and `cp.async`, which C++ has no names for; elsewhere by portable equivalents.
+// Tensor-core products of bf16 tiles (16 x 16 by 16 x 8) with f32 sums, loads of their operands from shared memory, and asynchronous
+// copies. On a GPU by the PTX instructions `mma.sync`, `ldmatrix` and `cp.async`; elsewhere by portable equivalents.
 //
-// In a warp, lane l has g = l / 4 and t = l % 4. Of A (16 x 16) it holds the pairs (g, 2t), (g + 8, 2t), (g, 2t + 8),
-// (g + 8, 2t + 8), each with its right neighbour; of B (16 x 8) the pairs (2t, g), (2t + 8, g) with their lower neighbours; of the
-// sums (16 x 8) the pairs (g, 2t) and (g + 8, 2t) with their right neighbours.
+// Fragments: lane l of a warp has g = l / 4 and t = l % 4. It holds
+// - of A (16 x 16) the elements (g, 2t), (g + 8, 2t), (g, 2t + 8) and (g + 8, 2t + 8), each with the next element of its row;
+// - of B (16 x 8) the elements (2t, g) and (2t + 8, g), each with the next element of its column;
+// - of the sums (16 x 8) the elements (g, 2t) and (g + 8, 2t), each with the next element of its row.
 //
 // Source: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
 #pragma once
 #include "common.cuh"
 
-// sums += A B.
+// sums += A B, by `mma.sync`.
 __device__ __forceinline__ void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #ifdef __CUDA_ARCH__
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -45,7 +46,7 @@ __device__ __forceinline__ unsigned word_of(bf16 low, bf16 high) {
 __device__ __forceinline__ unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
 #endif
 
-// A: the 16 x 16 tile at `tile`, rows `stride` apart.
+// Loads A, a 16 x 16 tile in shared memory with rows `stride` values apart.
 __device__ __forceinline__ void load_left(unsigned (&a)[4], const bf16* tile, int stride) {
     const int lane = threadIdx.x % 32;
 #ifdef __CUDA_ARCH__
@@ -58,8 +59,8 @@ __device__ __forceinline__ void load_left(unsigned (&a)[4], const bf16* tile, in
 #endif
 }
 
-// B of two neighbouring products, 16 x 16 in all, from its transpose: `tile` has a row for each of the 16 columns. The first
-// product takes b[0], b[1], the second b[2], b[3].
+// Loads B of two adjacent products, together 16 x 16, from its transpose: each row of `tile` is a column of B. The first product takes
+// b[0] and b[1], the second b[2] and b[3].
 __device__ __forceinline__ void load_right_transposed(unsigned (&b)[4], const bf16* tile, int stride) {
     const int lane = threadIdx.x % 32;
 #ifdef __CUDA_ARCH__
@@ -72,7 +73,7 @@ __device__ __forceinline__ void load_right_transposed(unsigned (&b)[4], const bf
 #endif
 }
 
-// The same from B as it stands: `tile` has a row for each of its 16 rows.
+// Like `load_right_transposed`, from B that is not transposed: each row of `tile` is a row of B.
 __device__ __forceinline__ void load_right(unsigned (&b)[4], const bf16* tile, int stride) {
     const int lane = threadIdx.x % 32;
 #ifdef __CUDA_ARCH__
@@ -88,13 +89,13 @@ __device__ __forceinline__ void load_right(unsigned (&b)[4], const bf16* tile, i
 #endif
 }
 
-// Two neighbouring tiles of sums as the A of a product over their 16 columns.
+// Converts two adjacent tiles of sums (16 x 8 each) to operand A (16 x 16) of another product.
 __device__ __forceinline__ void as_left(unsigned (&a)[4], const float (&first)[4], const float (&second)[4]) {
     a[0] = packed(first[0], first[1]), a[1] = packed(first[2], first[3]);
     a[2] = packed(second[0], second[1]), a[3] = packed(second[2], second[3]);
 }
 
-// 2^x, to about two units in the last place; 0 for minus infinity.
+// 2^x, with an error of about two units in the last place; 0 for -inf.
 __device__ __forceinline__ float power_of_two(float x) {
 #ifdef __CUDA_ARCH__
     float y;
@@ -105,7 +106,7 @@ __device__ __forceinline__ float power_of_two(float x) {
 #endif
 }
 
-// 16 bytes from global to shared memory, zeros where there is nothing to copy; there after `copies_done`.
+// Starts an asynchronous copy of 16 bytes from global to shared memory, or writes zeros if not `exists`. Complete after `copies_done`.
 __device__ __forceinline__ void start_copy(void* to, const void* from, bool exists) {
 #ifdef __CUDA_ARCH__
     const int bytes = exists ? 16 : 0;
@@ -115,7 +116,7 @@ __device__ __forceinline__ void start_copy(void* to, const void* from, bool exis
 #endif
 }
 
-// Four bytes in the same way.
+// Like `start_copy`, for 4 bytes.
 __device__ __forceinline__ void start_copy_of_word(void* to, const void* from, bool exists) {
 #ifdef __CUDA_ARCH__
     const int bytes = exists ? 4 : 0;
@@ -125,14 +126,15 @@ __device__ __forceinline__ void start_copy_of_word(void* to, const void* from, b
 #endif
 }
 
-// Ends a group of copies.
+// Ends a group of asynchronous copies (`cp.async.commit_group`).
 __device__ __forceinline__ void end_copies() {
 #ifdef __CUDA_ARCH__
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits for this thread's copies but those of the last `PENDING` groups; other threads' are seen after a barrier.
+// Waits until at most the last `PENDING` groups of this thread's copies are in progress. Copies of other threads are visible after a
+// barrier.
 template <int PENDING> __device__ __forceinline__ void copies_done() {
 #ifdef __CUDA_ARCH__
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

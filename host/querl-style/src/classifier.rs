@@ -10,19 +10,19 @@ use querl_model::{Weights, is_adapter};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// File in a model's folder with the temperature that was fitted in training.
+/// File in a model's folder with the temperature fitted after training (temperature scaling).
 pub(crate) const CALIBRATION_FILE: &str = "calibration.json";
 
-/// Folder of a classifier, and settings of its inference.
+/// Folder of a classifier, and inference settings.
 #[derive(Debug, Clone)]
 pub struct ClassifierOptions {
     /// Folder of a classifier written by `querl style train` or transformers, or of a PEFT adapter.
     pub model: PathBuf,
     /// Folder of the base model; required if `model` is a PEFT adapter, otherwise `None`.
     pub base: Option<PathBuf>,
-    /// Maximum number of tokens of a text; question and answer of a longer text are shortened.
+    /// Maximum number of tokens of a text; question and answer of a longer text are truncated.
     pub max_length: u32,
-    /// Whether logits are divided by the temperature that was fitted in training.
+    /// Divide the logits by the temperature in `calibration.json`.
     pub calibrated: bool,
     /// Worker threads; 0 for all cores.
     pub threads: usize,
@@ -47,29 +47,28 @@ impl ClassifierOptions {
 /// Content of `calibration.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Calibration {
-    /// Temperature that divides the logits.
     pub(crate) temperature: f64,
-    /// Number of examples that the temperature was fitted on.
+    /// Number of dialogues of the dev split that the temperature was fitted on.
     pub(crate) n: usize,
 }
 
 /// A loaded style classifier with its tokenizer and temperature.
 pub struct StyleClassifier {
-    /// The classifier's weights and class labels.
+    /// Weights and class labels.
     pub classifier: Classifier,
     /// Tokenizer of the classifier's folder or, if it has none, of the base model's folder.
     pub tokenizer: ClassifierTokenizer,
-    /// Temperature that divides the logits.
+    /// Temperature that divides the logits; 1 without calibration.
     pub temperature: f64,
-    /// Maximum number of tokens of a text: the requested one, limited to the model's positions.
+    /// Maximum number of tokens of a text: the requested one, at most the model's number of positions.
     pub max_length: usize,
 }
 
-/// Logits of texts, with one row per text.
+/// Class logits of texts.
 pub struct Answers {
     /// Logits, one row per text and one column per class.
     pub logits: Vec<Vec<f64>>,
-    /// Number of texts that were shortened.
+    /// Number of texts that were truncated to the maximum length.
     pub n_shortened: usize,
 }
 
@@ -97,7 +96,7 @@ impl StyleClassifier {
         Ok(Self { classifier, tokenizer, temperature, max_length })
     }
 
-    /// Logits of texts, with one row per text.
+    /// Computes class logits, one row per text.
     ///
     /// # Errors
     /// A text has no token, or the model fails.
@@ -105,13 +104,13 @@ impl StyleClassifier {
         compute_logits(&self.classifier, &self.tokenizer, texts, TOKENS_PER_PASS)
     }
 
-    /// Class probabilities from logits, at the classifier's temperature.
+    /// Class probabilities: softmax of the logits, divided by the classifier's temperature.
     pub fn probabilities(&self, logits: &[Vec<f64>]) -> Vec<Vec<f64>> {
         calibrated(logits, self.temperature)
     }
 }
 
-/// Logits of texts, in order.
+/// Class logits of texts, in the order of the texts.
 pub(crate) fn compute_logits(
     classifier: &Classifier,
     tokenizer: &ClassifierTokenizer,
@@ -137,10 +136,10 @@ fn temperature(folder: &Path) -> anyhow::Result<f64> {
     }
 }
 
-/// Files of a model folder, other than weights, that logits depend on.
+/// Files of a model's folder that the logits depend on, other than weights.
 const MODEL_FILES: [&str; 3] = ["config.json", "adapter_config.json", "tokenizer.json"];
 
-/// SHA-256 of all files of a model that its logits depend on.
+/// Concatenated SHA-256 digests of all files of a model's folder that its logits depend on.
 pub(crate) fn model_digest(folder: &Path) -> anyhow::Result<String> {
     let entries = std::fs::read_dir(folder).map_err(|error| usage(format!("{}: {error}", folder.display())))?;
     let is_weight =

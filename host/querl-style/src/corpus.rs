@@ -1,4 +1,4 @@
-//! Labelled dialogues of a file: checks of the labels, their classes, and warnings about classes with too few examples for training.
+//! Labelled dialogues of a file: reads and checks the labels, determines the classes, and warns about classes with too few examples.
 
 use crate::{labels, usage};
 use querl_core::ports::Reporter;
@@ -8,20 +8,20 @@ use querl_model::classifier::Labels;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// A class with fewer examples cannot be on both sides of a split.
+/// Minimum number of examples per class: fewer cannot be in both parts of a split.
 const MIN_EXAMPLES: usize = 2;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Classes<'a> {
     /// The classes that occur in the file.
     OfFile,
-    /// The classes that the settings name; the file may have no example of some.
+    /// The classes in the setting `labels`; some may have no example in the file.
     Named(&'a Labels),
     /// The classes of a trained model, in the order of its label ids.
     OfModel(&'a Labels),
 }
 
-/// Labelled dialogues with the class of each.
+/// Labelled dialogues and their classes.
 pub(crate) struct Corpus {
     pub(crate) dialogues: Vec<Dialogue>,
     /// Class of each dialogue, as an index into `classes`.
@@ -42,7 +42,7 @@ impl Corpus {
                 Some(names.iter().zip(&dialogues).map(of_known).collect::<Result<Vec<_>, _>>().map_err(refuse)?)
             }
         };
-        // After the check of names: an unknown label is reported as such.
+        // After the check of the names, so that an unknown label is reported as unknown.
         let english = labels::pairs(&dialogues).map_err(refuse)?;
         let names = known.unwrap_or_else(|| labels::in_one_language(&names, &english));
         dialogues.iter_mut().zip(names).for_each(|(dialogue, name)| dialogue.label = Some(name));
@@ -65,7 +65,7 @@ impl Corpus {
         Ok(Self { labels, classes, dialogues })
     }
 
-    /// Reads a file of training dialogues; refuses or warns about classes with too few examples.
+    /// Reads a file of training dialogues. A class with too few examples is an error; one whose examples are all of one group, a warning.
     pub(crate) fn read_training(path: &Path, named: Option<&Labels>, reporter: &dyn Reporter) -> anyhow::Result<Self> {
         let corpus = Self::read(path, named.map_or(Classes::OfFile, Classes::Named), reporter)?;
         let counts = counts(&corpus.dialogues);
@@ -114,8 +114,8 @@ impl Corpus {
         all.difference(&here).map(|&class| self.classes.names()[class].as_str()).collect()
     }
 
-    /// Stratified split of the dialogues at `indices` that keeps groups together: returns the indices of the rest, then those of the
-    /// split-off `share`.
+    /// Splits off a `share` of the dialogues at `indices`, stratified by class, with all dialogues of a group in the same part. Returns the
+    /// indices of the remaining dialogues and of those split off.
     pub(crate) fn split_off(&self, indices: &[usize], share: f64, seed: u64) -> (Vec<usize>, Vec<usize>) {
         if share == 0.0 {
             return (indices.to_vec(), Vec::new());
@@ -148,7 +148,7 @@ fn label(dialogue: &Dialogue) -> Result<&str, String> {
     dialogue.label.as_deref().ok_or_else(missing)
 }
 
-/// The name in the model or the settings of a class named in either language.
+/// Name of a class as in the model or the settings, for a label in either language.
 fn known_name(name: &str, dialogue: &Dialogue, known: &Labels) -> Result<String, String> {
     let place = dialogue.location;
     let id = known.id(name).ok_or_else(|| {
@@ -162,7 +162,7 @@ fn known_name(name: &str, dialogue: &Dialogue, known: &Labels) -> Result<String,
     }
 }
 
-/// Examples of a class.
+/// Statistics of the examples of a class.
 struct Count {
     n: usize,
     first: DialogueLocation,
@@ -181,7 +181,7 @@ fn counts(dialogues: &[Dialogue]) -> BTreeMap<&str, Count> {
     counts
 }
 
-/// Removes repeated texts with the same label.
+/// Removes repeated texts. The same text with different labels is an error.
 fn unique(dialogues: Vec<Dialogue>) -> Result<Vec<Dialogue>, String> {
     let mut first: BTreeMap<String, (DialogueLocation, Option<String>)> = BTreeMap::new();
     let mut kept = Vec::new();

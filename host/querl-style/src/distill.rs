@@ -1,4 +1,4 @@
-//! `querl style distill`: a small classifier (student) learns from the logits of a large one (teacher).
+//! `querl style distill`: knowledge distillation. A small classifier (student) is trained on the logits of a large one (teacher).
 
 use crate::classifier::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS, compute_logits, model_digest};
 use crate::corpus::{Classes, Corpus};
@@ -18,10 +18,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Saved logits of the teacher, in the output folder.
+/// File in the output folder with the teacher's logits.
 const TEACHER_FILE: &str = "teacher_logits.jsonl";
 const REPORT_FILE: &str = "distillation.json";
-/// Rounds of the speed measurement; the fastest counts.
+/// Repetitions of the speed measurement, whose fastest is reported.
 const N_ROUNDS: usize = 3;
 
 /// Options of `querl style distill`: teacher, student, data and hyperparameters.
@@ -43,10 +43,10 @@ pub struct DistillOptions {
     pub output_dir: PathBuf,
     /// Temperature that divides the logits of teacher and student: 0.1 to 100.
     pub temperature: f64,
-    /// Weight of the labels' cross-entropy, 0 to 1; the KL divergence from the teacher has the rest, and weight 1 for dialogues without
-    /// label.
+    /// Weight of the labels' cross-entropy in the loss, 0 to 1. The KL divergence from the teacher has weight `1 - hard_weight`; 1 for
+    /// dialogues without label.
     pub hard_weight: f64,
-    /// Other keys of [`TrainConfig`] for the student.
+    /// Other keys of [`TrainConfig`], for the training of the student.
     pub settings: toml::Table,
 }
 
@@ -55,17 +55,17 @@ pub struct DistillOptions {
 struct Report {
     n_labelled: usize,
     n_unlabelled: usize,
-    /// Number of texts whose logits the teacher computed in this run; the others are from an earlier run.
+    /// Number of texts whose logits the teacher computed in this run; the other logits were read from the file of an earlier run.
     n_asked: usize,
     temperature: f64,
     hard_weight: f64,
     teacher: ModelReport,
     student: ModelReport,
-    /// Share of the compared texts for which student and teacher predict the same class.
+    /// Share of the compared texts for which student and teacher predict the same class, 0 to 1.
     agreement: Option<f64>,
-    /// Number of compared texts, which the student was not trained on.
+    /// Number of compared texts: the test set, or the dev split if there is none.
     n_compared: usize,
-    /// Number of training and comparison texts that were shortened for the student.
+    /// Number of training and comparison texts that were truncated for the student.
     n_shortened: usize,
     /// Texts per second of the student, divided by those of the teacher.
     speedup: f64,
@@ -116,7 +116,7 @@ pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Resu
     let unlabelled = read_dialogues(&args.unlabelled).map_err(usage)?;
     let tokenizer = ClassifierTokenizer::load(&args.student, config.max_length as usize).map_err(usage)?;
 
-    // 1. Training data and test set.
+    // 1. Split into training data and test set.
     let (learned, held_out) = labelled.as_ref().map_or((Vec::new(), Vec::new()), |corpus| {
         corpus.split_off(&(0..corpus.len()).collect::<Vec<_>>(), config.eval_share, config.seed)
     });
@@ -132,7 +132,7 @@ pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Resu
         ));
     }
 
-    // 2. The teacher's logits.
+    // 2. Compute the teacher's logits.
     let texts: Vec<&str> = lessons.iter().map(|lesson| lesson.dialogue.input.as_str()).collect();
     let teacher_logits = teacher.logits(&texts)?;
     let n_labelled = lessons.iter().filter(|lesson| lesson.label.is_some()).count();
@@ -146,13 +146,13 @@ pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Resu
         reporter.message(&format!("{} of them were shortened for the teacher", teacher.n_shortened));
     }
 
-    // 3. The student.
+    // 3. Train the student.
     let (rows, dev) = rows(config, (&lessons, &teacher_logits), &tokenizer, reporter)?;
     let folder = args.output_dir.join("training");
     let checkpoint = trainer.fit(labels, &rows, Some(distillation), (&folder, Resume::FromFolder))?;
     trainer.publish(&checkpoint)?;
 
-    // 4. Comparison on texts that the student did not learn from.
+    // 4. Compare student and teacher on texts that the student was not trained on.
     let compared: Vec<&str> = match &test {
         Some((corpus, indices)) => indices.iter().map(|&index| corpus.dialogues[index].input.as_str()).collect(),
         None => dev.iter().map(|&index| texts[index]).collect(),
@@ -160,7 +160,7 @@ pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Resu
     let timed: &[&str] = if compared.is_empty() { &texts } else { &compared };
     let (mut report, probabilities) = compare(args, (&teacher, &checkpoint.classifier, &tokenizer), &compared, timed)?;
     (report.n_labelled, report.n_unlabelled) = (n_labelled, lessons.len() - n_labelled);
-    // Those of the dev split were counted in `rows`.
+    // Without a test set the compared texts are the dev split, which `rows` has counted.
     report.n_shortened = rows.n_shortened + if test.is_some() { report.n_shortened } else { 0 };
     let figures = match &test {
         Some((corpus, indices)) => measure(args, config, (corpus, indices), &probabilities, &mut report)?,
@@ -170,7 +170,8 @@ pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Resu
     Ok(format!("{figures}{}\n", text(&report)))
 }
 
-/// Agreement of both on some texts, and their speed; with the probabilities of teacher and student.
+/// Measures the agreement of teacher and student on `compared` and their speed on `timed`. Also returns the class probabilities of
+/// teacher and student for `compared`.
 fn compare(
     args: &DistillOptions,
     (teacher, student, tokenizer): (&Teacher, &Classifier, &ClassifierTokenizer),
@@ -207,7 +208,7 @@ fn compare(
     Ok((report, [probabilities(&of_teacher.logits), probabilities(&of_student.logits)]))
 }
 
-/// The flags as the configuration of a training.
+/// The configuration of the student's training, from the options.
 fn config(args: &DistillOptions) -> anyhow::Result<TrainConfig> {
     let is_share = (0.0..=1.0).contains(&args.hard_weight);
     if !is_share {
@@ -229,7 +230,8 @@ fn config(args: &DistillOptions) -> anyhow::Result<TrainConfig> {
     TrainConfig::new(keys, None)
 }
 
-/// Training data, and the number of unlabelled dialogues left out: duplicates, and those of a group in the test set.
+/// The student's training data: labelled dialogues at `learned`, and unlabelled ones. Duplicates, and dialogues of a group in the test
+/// set, are left out; also returns how many unlabelled ones were.
 fn lessons<'a>(
     labelled: Option<&'a Corpus>,
     learned: &[usize],
@@ -261,8 +263,8 @@ fn lessons<'a>(
     (lessons, n_left_out)
 }
 
-/// Rows with the teacher's logits, and the positions of the dev split. The split is stratified by label, or else by the teacher's
-/// prediction.
+/// Tokenised training rows with the teacher's logits, and the indices of the dev split. The split is stratified by label, or by the
+/// teacher's prediction for dialogues without label.
 fn rows(
     config: &TrainConfig,
     (lessons, teacher_logits): (&[TrainingText<'_>], &[Vec<f64>]),
@@ -293,7 +295,7 @@ fn rows(
     Ok((rows, dev))
 }
 
-/// Texts per second in the fastest of some rounds.
+/// Texts per second in the fastest of [`N_ROUNDS`] calls of `compute`.
 fn texts_per_second(n_texts: usize, compute: &dyn Fn() -> anyhow::Result<()>) -> anyhow::Result<f64> {
     let mut seconds = f64::INFINITY;
     for _ in 0..N_ROUNDS {
@@ -304,7 +306,8 @@ fn texts_per_second(n_texts: usize, compute: &dyn Fn() -> anyhow::Result<()>) ->
     Ok(n_texts as f64 / seconds.max(1e-9))
 }
 
-/// Metrics of both on labelled dialogues, with the report.
+/// Computes the metrics of teacher and student on labelled dialogues, enters them in `report`, and writes the evaluation report. Returns
+/// the metrics as text.
 fn measure(
     args: &DistillOptions,
     config: &TrainConfig,
@@ -347,29 +350,30 @@ fn text(report: &Report) -> String {
     format!("{}\nthe student is {:.2} times as fast", lines.join("\n"), report.speedup)
 }
 
-/// The teacher, with the logits that it computed before.
+/// The teacher, and a cache of its logits on disk.
 struct Teacher {
     model: StyleClassifier,
-    /// Digest of the model and its settings.
+    /// Everything that the logits of a text depend on: maximum length and digests of the model.
     fingerprint: String,
     file: PathBuf,
+    /// Logits by [`Teacher::key`].
     saved: BTreeMap<String, Vec<f64>>,
-    /// Texts whose logits were computed now.
+    /// Number of texts whose logits were computed in this run.
     n_asked: usize,
-    /// Number of these texts that were shortened for the teacher.
+    /// Number of these texts that were truncated for the teacher.
     n_shortened: usize,
 }
 
 /// A line of the file of saved logits.
 #[derive(Debug, Serialize, Deserialize)]
 struct SavedLogits {
-    /// SHA-256 of model and text.
+    /// SHA-256 of the model's fingerprint and the text.
     key: String,
     logits: Vec<f64>,
 }
 
 impl Teacher {
-    /// Loads the model, and the logits in `file`.
+    /// Loads the model, and the saved logits if `file` exists.
     fn open(args: &ClassifierOptions, file: &Path) -> anyhow::Result<Self> {
         let model = StyleClassifier::open(args)?;
         let mut fingerprint = format!("{} ", args.max_length);
@@ -386,7 +390,7 @@ impl Teacher {
         Ok(Self { model, fingerprint, file: file.to_owned(), saved, n_asked: 0, n_shortened: 0 })
     }
 
-    /// Logits of texts, in order. New ones are computed and saved.
+    /// Logits of texts, in their order. Logits that are not saved yet are computed and saved.
     fn logits(&mut self, texts: &[&str]) -> anyhow::Result<Vec<Vec<f64>>> {
         let keys: Vec<String> = texts.iter().map(|text| self.key(text)).collect();
         let unsaved: Vec<usize> = (0..texts.len()).filter(|&index| !self.saved.contains_key(&keys[index])).collect();

@@ -1,5 +1,5 @@
-//! Evaluation of a classifier on held-out dialogues, compared with a baseline: on one split, by cross-validation, or of a saved model.
-//! Results are text, `eval.json` and `report.html`.
+//! Evaluation of a classifier on held-out dialogues: a held-out split, cross-validation, or a file for a saved model. After a training,
+//! compared with TF-IDF and logistic regression. Results are text, `eval.json` and `report.html`.
 
 use crate::classifier::{ClassifierOptions, StyleClassifier, compute_logits};
 use crate::corpus::{Classes, Corpus};
@@ -17,7 +17,7 @@ use querl_model::classifier::{Classifier, ClassifierTokenizer};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Number of bootstrap resamples of intervals and tests.
+/// Number of bootstrap resamples for confidence intervals and tests.
 const N_RESAMPLES: usize = 2000;
 /// Number of wrong predictions that the report shows.
 const N_MISTAKES: usize = 20;
@@ -45,7 +45,7 @@ pub fn evaluate(options: &ClassifierOptions, args: &EvalOptions, reporter: &dyn 
     let indices: Vec<usize> = (0..corpus.len()).collect();
     let answers = model.ask(&corpus.texts(&indices))?;
     let probabilities = model.probabilities(&answers.logits);
-    // The training data is unknown: the most frequent class of this file is the stronger baseline.
+    // The training data is unknown, so the majority baseline predicts the most frequent class of this file.
     let majority = corpus.majority(&indices);
     let test_set = TestSet { corpus: &corpus, indices: &indices, n_repeats: 1, majority, seed: args.seed };
     let mut notes = shortened_note(answers.n_shortened, model.max_length);
@@ -97,7 +97,7 @@ pub(crate) struct EvalResults {
     /// Metrics of the classifier.
     #[serde(flatten)]
     pub(crate) model: Measures,
-    /// Temperature that divided the logits: of `model` in an evaluation of a saved model, of `calibrated` only in training.
+    /// Temperature that divided the logits: those of `model` in an evaluation of a saved model, only those of `calibrated` in training.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) temperature: Option<f64>,
     /// Metrics of the classifier with temperatures that were fitted on other dialogues.
@@ -118,7 +118,7 @@ impl EvalResults {
         Self { model, temperature: None, calibrated: None, baseline: None, teacher: None, notes }
     }
 
-    /// As text for a terminal.
+    /// The metrics as text for a terminal.
     fn text(&self) -> String {
         let mut text = classification_text(&self.model) + "\n";
         if let Some(Measures { log_loss, brier, expected_calibration_error: error, .. }) = &self.calibrated {
@@ -136,7 +136,7 @@ impl EvalResults {
 }
 
 impl TestSet<'_> {
-    /// Metrics of predictions: one row of class probabilities per held-out dialogue.
+    /// Metrics of class probabilities, one row per held-out dialogue.
     pub(crate) fn measures(&self, probabilities: &[Vec<f64>]) -> anyhow::Result<Measures> {
         let (labels, groups) = self.corpus.labels_and_groups(self.indices);
         let examples = Examples {
@@ -169,8 +169,8 @@ impl TestSet<'_> {
         mistakes
     }
 
-    /// Writes results to `folder`, if any, and returns them as text. `temperature`: the temperature that divided the logits of the model's
-    /// probabilities; `None` for uncalibrated probabilities.
+    /// Returns the results as text; writes [`EVAL_FILE`] and [`REPORT_FILE`] if there is a `folder`. `temperature`: the temperature that
+    /// divided the logits of `probabilities`; `None` if they are not calibrated.
     pub(crate) fn report(
         &self,
         title: &str,
@@ -203,7 +203,7 @@ impl TestSet<'_> {
     }
 }
 
-/// A corpus, and the configuration of classifiers that are trained on it.
+/// A corpus, and the configuration of the classifiers trained on it.
 #[derive(Clone, Copy)]
 pub(crate) struct Task<'a> {
     pub(crate) config: &'a TrainConfig,
@@ -211,13 +211,13 @@ pub(crate) struct Task<'a> {
     pub(crate) tokenizer: &'a ClassifierTokenizer,
 }
 
-/// Probabilities of held-out dialogues, a row each.
+/// Class probabilities of held-out dialogues, one row per dialogue.
 #[derive(Default)]
 struct Predictions {
     model: Vec<Vec<f64>>,
-    /// Probabilities of the model with temperature; empty without a temperature.
+    /// The model's probabilities with temperature; empty without a temperature.
     calibrated: Vec<Vec<f64>>,
-    /// Temperature of `calibrated`, if it is the same for all dialogues.
+    /// Temperature of `calibrated`, if it is the same for all dialogues; in cross-validation each fold has its own.
     temperature: Option<f64>,
     baseline: Vec<Vec<f64>>,
     n_shortened: usize,
@@ -234,7 +234,7 @@ impl Task<'_> {
         Ok(Some(fit_temperature(&self.corpus.labels_and_groups(dev).0, &logits)))
     }
 
-    /// Probabilities from the logits of `test`, and those of a baseline that learned from `train`.
+    /// Class probabilities for `test`: the model's, from `logits`, and those of a TF-IDF baseline fitted on `train`.
     fn predictions(
         &self,
         logits: &[Vec<f64>],
@@ -278,7 +278,7 @@ impl TrainedModel<'_> {
         self.report(&test_set, &predictions, Vec::new())
     }
 
-    /// Cross-validation: one training per fold. Logits of finished folds are saved, so that the same command resumes with the next fold.
+    /// Cross-validation, with one training per fold. The logits of finished folds are saved: the same command resumes with the next fold.
     pub(crate) fn cross_validate(&self, trainer: &Trainer<'_>) -> anyhow::Result<String> {
         let Task { config, corpus, .. } = self.task;
         let all: Vec<usize> = (0..corpus.len()).collect();
@@ -363,19 +363,19 @@ impl TrainedModel<'_> {
     }
 }
 
-/// Saved logits of a fold's held-out part.
+/// Logits of a fold's held-out dialogues, saved in a file.
 #[derive(Debug, Serialize, Deserialize)]
 struct FoldLogits {
-    /// SHA-256 of everything that they depend on.
+    /// SHA-256 of everything that the logits depend on.
     key: String,
     logits: Vec<Vec<f64>>,
-    /// Fitted on this training's own dev split.
+    /// Temperature fitted on the dev split of this fold's training.
     temperature: Option<f64>,
     n_shortened: usize,
 }
 
 impl Task<'_> {
-    /// Trains without a part and computes its logits, unless `file` has them.
+    /// Trains a classifier on the training part of a fold and computes the logits of its test part, unless `file` has them.
     fn fold_logits(&self, trainer: &Trainer<'_>, fold: &Fold, file: &Path) -> anyhow::Result<FoldLogits> {
         let Task { config, corpus, tokenizer } = *self;
         let work = tempfile::tempdir()?;
@@ -388,7 +388,7 @@ impl Task<'_> {
         if let Some(saved) = saved.filter(|saved| saved.key == key && saved.logits.len() == texts.len()) {
             return Ok(saved);
         }
-        // The training of a part is short: checkpoints to resume it from are not worth their disk space.
+        // No checkpoints to resume from: the training of one fold is short.
         let trained = trainer.fit(corpus.classes.clone(), &rows, None, (work.path(), Resume::Never))?;
         let answers = compute_logits(&trained.classifier, tokenizer, &texts, config.eval_tokens_per_pass())?;
         let temperature = self.fit_temperature(&trained.classifier, &split.dev)?;

@@ -5,7 +5,7 @@ use querl_data::{Dialogue, DialogueLocation};
 use querl_model::classifier::Labels;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The classes of the style model, in the order of their ids.
+/// Chinese and English names of the style model's classes, in the order of their ids.
 const STYLES: [(&str, &str); 5] = [
     ("售前", "sales_oriented"),
     ("售后", "after_sales"),
@@ -14,7 +14,7 @@ const STYLES: [(&str, &str); 5] = [
     ("无伤害", "harmless"),
 ];
 
-/// English name of each label.
+/// English names by label.
 pub(crate) type Pairs = BTreeMap<String, String>;
 
 /// Parses the setting `labels`: the classes in the order of their ids, all as `NAME` or all as `NAME=ENGLISH`.
@@ -34,7 +34,7 @@ pub(crate) fn parse(list: &[String]) -> Result<Labels, String> {
     }
 }
 
-/// English name of each label, from the fields `label` and `label_english` of a file's dialogues.
+/// Reads the English names of labels from the fields `label` and `label_english` of dialogues. Contradicting pairs are an error.
 pub(crate) fn pairs(dialogues: &[Dialogue]) -> Result<Pairs, String> {
     let mut by_label: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
     let mut by_english: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
@@ -60,7 +60,7 @@ pub(crate) fn pairs(dialogues: &[Dialogue]) -> Result<Pairs, String> {
     Ok(by_label.into_iter().map(|(label, (english, _))| (label.to_owned(), english.to_owned())).collect())
 }
 
-/// Replaces English labels by Chinese ones if the file has both, with the pairs of the file or of the style model.
+/// Replaces English labels by their Chinese names if the file uses both languages. The names are those of the file or of [`STYLES`].
 pub(crate) fn in_one_language(names: &[&str], english: &Pairs) -> Vec<String> {
     let here: BTreeSet<&str> = names.iter().copied().collect();
     let of_styles = STYLES.iter().filter(|(name, _)| here.contains(name)).map(|(name, english)| (*english, *name));
@@ -69,7 +69,7 @@ pub(crate) fn in_one_language(names: &[&str], english: &Pairs) -> Vec<String> {
     names.iter().map(|name| own.get(name).unwrap_or(name).to_string()).collect()
 }
 
-/// The classes of a file: classes of the style model in its order, then other classes by name.
+/// The classes of a file: first those of [`STYLES`], in their order, then the others by name. `counts`: number of examples by label.
 pub(crate) fn classes<'a>(
     counts: impl Iterator<Item = (&'a str, usize)>,
     english: &Pairs,

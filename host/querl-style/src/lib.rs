@@ -1,8 +1,8 @@
-//! The style reward model, a classifier of the style of answers: corpus, training, distillation, calibration, evaluation, and the
-//! classifier as rewards and plugins call it.
+//! The style reward model: a sequence classifier of dialogues into styles. Corpus, training, distillation, calibration, evaluation, and
+//! inference for rewards and plugins.
 //!
-//! In: labelled dialogues and a base model. Out: a classifier's folder with its figures, or probabilities of styles. This crate
-//! must not depend on a command line, on plugins and on the network.
+//! In: labelled dialogues and a base model. Out: a folder with the classifier and its metrics, or class probabilities of dialogues. This
+//! crate must not depend on the command line, plugins or the network.
 
 mod classifier;
 mod corpus;

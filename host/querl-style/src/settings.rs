@@ -1,4 +1,4 @@
-//! The settings of `querl style train`: the keys of the source's training script, from flags and a TOML file.
+//! Settings of `querl style train`, from flags and a TOML file. Keys that transformers' `TrainingArguments` also has keep its names.
 
 use crate::{labels, usage};
 use querl_core::config::{LrScheduler, SftConfig};
@@ -7,7 +7,7 @@ use querl_model::classifier::{Labels, Tuning};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::{Path, PathBuf};
 
-/// How the classes are weighted in the loss.
+/// Weighting of the classes in the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum ClassWeights {
@@ -17,7 +17,7 @@ pub(crate) enum ClassWeights {
     Balanced,
 }
 
-/// All settings of a classifier training; `querl style train --help` describes each.
+/// Settings of a classifier training; `querl style train --help` describes each.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
@@ -46,7 +46,7 @@ pub struct TrainConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) lora_alpha: Option<f64>,
     pub(crate) lora_dropout: f64,
-    /// Share of the dialogues held out for evaluation; negative until resolved, since the default depends on `num_folds`.
+    /// Share of the dialogues held out for evaluation; [`UNSET`] until it is resolved, because the default depends on `num_folds`.
     pub(crate) eval_share: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) dev_share: Option<f64>,
@@ -56,12 +56,13 @@ pub struct TrainConfig {
     pub(crate) threads: u32,
 }
 
-/// Seeds are 32 bits, as in PyTorch's scripts.
+/// Reads a seed of 32 bits, the range of PyTorch's scripts.
 fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     u32::deserialize(deserializer).map(u64::from)
 }
 
-/// Paths and values are those of the source's training script. The model has no default: nothing is downloaded.
+/// Paths and values are the defaults of the training script that `querl style train` replaces. The model has no default, because nothing
+/// is downloaded.
 impl Default for TrainConfig {
     fn default() -> Self {
         Self {
@@ -96,7 +97,8 @@ impl Default for TrainConfig {
 
 const UNSET: f64 = f64::NEG_INFINITY;
 
-/// The keys of a TOML file. `model_name_or_path` and `train_file` in it are relative to its folder, `output_dir` to the current one.
+/// Reads the keys of a TOML file. `model_name_or_path` and `train_file` are relative to the file's folder, `output_dir` to the current
+/// folder.
 fn read(path: &Path) -> anyhow::Result<toml::Table> {
     let text = std::fs::read_to_string(path).map_err(|error| usage(format!("{}: {error}", path.display())))?;
     let checked = toml::from_str::<TrainConfig>(&text).and_then(|_| toml::from_str::<toml::Table>(&text));
@@ -115,7 +117,7 @@ fn read(path: &Path) -> anyhow::Result<toml::Table> {
 }
 
 impl TrainConfig {
-    /// Reads settings from flags and a TOML file with the same keys. A flag overrides the file; other keys have their defaults.
+    /// Reads settings from flags and a TOML file with the same keys. Flags override the file; keys in neither have their defaults.
     ///
     /// # Errors
     /// The file cannot be read, a key is unknown, or a value is out of range.
@@ -140,7 +142,7 @@ impl TrainConfig {
         &self.output_dir
     }
 
-    /// These settings with absolute paths, so that the written configuration is valid in every folder.
+    /// A copy with absolute paths, so that the saved configuration can be used from any folder.
     pub(crate) fn with_absolute_paths(&self) -> std::io::Result<Self> {
         let mut config = self.clone();
         for path in [&mut config.model_name_or_path, &mut config.train_file, &mut config.output_dir] {
@@ -207,13 +209,13 @@ impl TrainConfig {
         }
     }
 
-    /// The classes that the setting `labels` names; `None` if it is not set.
+    /// The classes of the setting `labels`; `None` if it is not set.
     pub(crate) fn labels(&self) -> anyhow::Result<Option<Labels>> {
         let labels = self.labels.as_ref().map(|list| labels::parse(list)).transpose();
         labels.map_err(|message| usage(format!("labels: {message}")))
     }
 
-    /// Settings of the fine-tuning loop. The learning rate falls linearly to 0 without warm-up, the default of transformers' Trainer.
+    /// Settings of the fine-tuning loop. The learning rate decays linearly to 0, the default of transformers' Trainer.
     pub(crate) fn sft(&self) -> SftConfig {
         SftConfig {
             learning_rate: self.learning_rate,

@@ -1,4 +1,4 @@
-//! The style model of a run, which all plugin instances share, and the reward that it computes.
+//! The style model of a run, which all plugin instances share, and the adapter from a style scorer plugin to a reward.
 
 use crate::classifier::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
 use anyhow::Context;
@@ -12,31 +12,33 @@ use querl_model::classifier::{BatchLimits, Batcher, Classifier, ClassifierTokeni
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Maximum number of cached class distributions: the responses of a run repeat.
+/// Maximum number of cached class distributions. A cache is useful because the responses of a run repeat.
 const MAX_CACHED: usize = 100_000;
 
-/// Limits of a batch of several plugin instances. The queue needs no limit: each instance waits for one text.
+/// Limits of a batch with texts of several plugin instances. The queue needs no limit, because each instance waits for one text.
 const LIMITS: BatchLimits =
     BatchLimits { max_texts: 64, tokens_per_pass: TOKENS_PER_PASS, max_waiting: usize::MAX / 2 };
 
 const USER: &str = "user";
 const ASSISTANT: &str = "assistant";
 
-/// A style classifier that all plugin instances share, with a cache of class distributions. The dialogues of a batch are classified in one
-/// pass before the instances need them; single requests of instances are batched.
+/// A style classifier that all plugin instances share, with a cache of class distributions. The dialogues of a batch are classified
+/// together before the instances need them; single requests of instances are collected into batches.
 ///
-/// Loaded at the first request: stages that need no style, such as fine-tuning, do not hold its weights.
+/// The weights are loaded at the first request, so that stages without style scores, such as fine-tuning, do not keep them in memory.
 pub struct SharedStyleModel {
     args: ClassifierOptions,
+    /// Configuration key of the model, for error messages.
     key: &'static str,
     labels: Labels,
     loaded: OnceLock<Result<LoadedModel, String>>,
-    /// Set once it could be loaded.
+    /// Set once [`Self::check`] has succeeded.
     checked: OnceLock<()>,
+    /// Class distributions by text.
     cache: Mutex<HashMap<String, Vec<StyleProbability>>>,
 }
 
-/// The weights, and a batcher for single texts.
+/// The loaded classifier, and a batcher for single texts.
 struct LoadedModel {
     classifier: Arc<Classifier>,
     tokenizer: Arc<ClassifierTokenizer>,
@@ -45,8 +47,8 @@ struct LoadedModel {
 }
 
 impl SharedStyleModel {
-    /// Opens the style classifier that `config` names, or returns `None` if it names none; reads only the class labels, and prefixes
-    /// errors with the configuration key `key`.
+    /// The style classifier of a configuration; `None` if it configures none. Reads only the class labels. `key`: the configuration key,
+    /// which precedes error messages.
     ///
     /// # Errors
     /// There is no classifier in the folder.
@@ -56,15 +58,16 @@ impl SharedStyleModel {
         Ok(Some(Self { args, key, labels, loaded: OnceLock::new(), checked: OnceLock::new(), cache: Mutex::default() }))
     }
 
-    /// Names of the classes, in the model's order.
+    /// Names of the classes, in the order of their ids.
     pub fn classes(&self) -> &[String] {
         self.labels.names()
     }
 
-    /// Checks that the classifier can be loaded, before hours of training, without keeping it in memory.
+    /// Checks that the classifier can be loaded, without keeping it in memory. For the start of a run, so that a damaged file does not stop
+    /// it after hours of training.
     ///
     /// # Errors
-    /// A file is missing or damaged, or is no classifier's.
+    /// A file is missing, damaged, or not of a classifier.
     pub fn check(&self) -> anyhow::Result<()> {
         if self.checked.get().is_none() {
             StyleClassifier::open(&self.args).map(drop).context(self.key)?;
@@ -128,7 +131,7 @@ impl StyleModel for SharedStyleModel {
 
     fn classify_all(&self, dialogues: &[Vec<Message>]) -> Vec<Result<Vec<StyleProbability>, CallFailure>> {
         let texts: Vec<Result<String, CallFailure>> = dialogues.iter().map(|turns| text_of(turns)).collect();
-        // Where the common pass fails, each is classified alone, and fails alone.
+        // If the batch fails, each dialogue is classified alone, so that only the faulty one fails.
         let _ = self.fill_cache(&texts.iter().flatten().collect::<Vec<_>>());
         texts.into_iter().map(|text| self.classify_text(text?)).collect()
     }
@@ -139,13 +142,13 @@ impl LoadedModel {
         let StyleClassifier { classifier, tokenizer, temperature, .. } = StyleClassifier::open(args)?;
         let (classifier, tokenizer) = (Arc::new(classifier), Arc::new(tokenizer));
         let (batcher, worker) = Batcher::new(classifier.clone(), tokenizer.clone(), LIMITS, Box::new(|_| ()));
-        // It runs no plugin: an instance that waits for it cannot deadlock.
+        // The worker thread runs no plugin, so an instance that waits for it cannot deadlock.
         let work = move || worker.run();
         std::thread::Builder::new().name("style-model".into()).spawn(work).context("no thread for the style model")?;
         Ok(Self { classifier, tokenizer, temperature, batcher })
     }
 
-    /// Probabilities of texts, in order.
+    /// Class probabilities of texts, in their order.
     fn probabilities(&self, texts: &[&str]) -> Result<Vec<Vec<f64>>, String> {
         let encoded = texts.iter().map(|text| self.tokenizer.encode(text)).collect::<Result<Vec<_>, _>>();
         let encoded = encoded.map_err(|error| error.to_string())?;
@@ -154,7 +157,7 @@ impl LoadedModel {
         Ok(calibrated(&logits, self.temperature))
     }
 
-    /// Probabilities of one text, in a pass shared with other callers.
+    /// Class probabilities of one text, computed in a batch with the texts of other callers.
     fn batched(&self, text: &str) -> Result<Vec<f64>, String> {
         let logits = self.batcher.classify(&[text])?.into_iter().map(|found| found.logits).collect::<Vec<_>>();
         Ok(calibrated(&logits, self.temperature).concat())
@@ -165,10 +168,10 @@ fn failed(problem: impl ToString) -> CallFailure {
     CallFailure { kind: FailureKind::ServerError, message: problem.to_string() }
 }
 
-/// A dialogue in the format of the training data: the last answer, and the last question before it.
+/// A dialogue in the format of the training data: the assistant's last turn, and the last turn of the user before it.
 ///
 /// # Errors
-/// One of them is not there.
+/// One of these turns is missing.
 fn text_of(turns: &[Message]) -> Result<String, CallFailure> {
     let last = |turns: &[Message], role: &str| turns.iter().rposition(|turn| turn.role == role);
     let missing = |what: &str| CallFailure {
@@ -191,7 +194,7 @@ pub fn turns_of(query: &str, rewrite: &str) -> Vec<Message> {
     ]
 }
 
-/// The code with which a scorer rejects a class that the model does not know.
+/// Rejection code of a scorer whose settings name a class that the model does not have.
 const UNKNOWN_CLASS: &str = "unknown_class";
 
 /// The query of an episode and the rewrite of `side` (policy or teacher) as a dialogue.
@@ -216,7 +219,7 @@ impl RewardModel for StyleReward {
         self.0.score_batch(&episodes.iter().map(dialogue).collect::<Vec<_>>())
     }
 
-    /// The dialogues of a batch are classified in one pass before the scorer asks for each.
+    /// Requests the style of episodes, so that the dialogues of a batch are classified together before the scorer requests each.
     fn inputs(&self) -> EpisodeInputs {
         EpisodeInputs { style: InputUse::Optional, ..EpisodeInputs::default() }
     }
@@ -285,7 +288,7 @@ mod tests {
         assert!(found.contains("has no turn of the user before the assistant's last"), "{found}");
     }
 
-    /// A folder with a new classifier of the small model that comes with the repository.
+    /// A folder with a new classifier on the base `examples/tiny-qwen3`.
     fn folder() -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-qwen3");

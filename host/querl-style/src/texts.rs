@@ -5,12 +5,13 @@ use serde_json::Value;
 const QUESTION: &str = "用户问题：";
 const ANSWER: &str = "回答：";
 
-/// Parses the texts of a file, in order: the items of a JSON list; or, if the first line is a JSON object or string, one text per line,
-/// as a string or in the field `input`. Otherwise each line is a text, and a line that begins with `回答：` continues the line before it
-/// if that begins with `用户问题：`.
+/// Parses the texts of a file, in their order. Formats:
+/// - a JSON list;
+/// - JSON Lines, if the first line is a JSON object or string. In both, a text is a string or the field `input` of an object;
+/// - plain text: one text per line. A line that begins with `回答：` continues the line before it if that begins with `用户问题：`.
 ///
 /// # Errors
-/// A message with the number of a line that is blank and not the last, or that is not a JSON object or string as expected.
+/// A message with the number of the line or item: a blank line before the end, invalid JSON, or an item without text.
 pub fn texts_of(content: &str) -> Result<Vec<String>, String> {
     if let Ok(Value::Array(items)) = serde_json::from_str(content.trim_start_matches('\u{feff}')) {
         return items.iter().enumerate().map(|(index, item)| text_of(&format!("item {}", index + 1), item)).collect();

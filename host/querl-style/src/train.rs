@@ -17,16 +17,16 @@ const DEMO: [&str; 3] = [
     "用户问题：送爸爸什么好？\n回答：这款按摩仪最受欢迎，今天下单立减一百，我帮您留一台？",
 ];
 
-/// File in the model's folder with the value of every setting.
+/// File in the model's folder with the values of all settings.
 const RESOLVED_FILE: &str = "rm.resolved.toml";
 
 /// Result of a classifier training.
 pub struct Trained {
-    /// Metrics on held-out dialogues, as text; `None` where nothing was held out.
+    /// Metrics on held-out dialogues, as text; `None` if no dialogues were held out.
     pub figures: Option<String>,
     /// Names of the classes, in the order of their ids.
     pub classes: Vec<String>,
-    /// Texts with the probabilities of the trained classifier, where `demo_inference` is set.
+    /// Example texts with the class probabilities of the trained classifier; empty unless `demo_inference` is set.
     pub demo: Vec<(&'static str, Vec<f64>)>,
 }
 

@@ -1,4 +1,4 @@
-//! One training of a classifier: rows in, the best checkpoint in a folder.
+//! Training of a classifier: splits and tokenised rows in, the best checkpoint out.
 
 use crate::classifier::{CALIBRATION_FILE, TOKENS_PER_PASS, model_digest};
 use crate::corpus::Corpus;
@@ -25,24 +25,24 @@ pub(crate) const REPORT_FILE: &str = "report.html";
 /// File with the augmented copies of the training split.
 const AUGMENTED_FILE: &str = "augmented.jsonl";
 
-/// File with the summary of the training and the seconds of this call.
+/// File with the summary of the training and its duration in seconds, without earlier, interrupted calls.
 const SUMMARY_FILE: &str = "summary.json";
 
-/// Training split and dev split as indices into the corpus; the dev split selects the best checkpoint.
+/// Training and dev split, as indices into the corpus. The dev split selects the best checkpoint.
 pub(crate) struct Split {
     pub(crate) train: Vec<usize>,
     pub(crate) dev: Vec<usize>,
 }
 
-/// With fewer dialogues there is no dev split by default, unless training is to stop early by it.
+/// Minimum number of dialogues for a dev split by default. With early stopping there is always one.
 const MIN_DIALOGUES_FOR_DEV: usize = 100;
 
 impl Split {
-    /// Splits the dialogues at `rest`, which are not held out, into training and dev split.
+    /// Splits the dialogues at `rest`, those that are not held out, into training and dev split.
     pub(crate) fn of(config: &TrainConfig, corpus: &Corpus, rest: &[usize]) -> Self {
         let has_dev = rest.len() >= MIN_DIALOGUES_FOR_DEV || config.early_stopping_patience > 0;
         let share = config.dev_share.unwrap_or(if has_dev { 0.1 } else { 0.0 });
-        // Another seed than that of the held-out split, whose rounding would otherwise hit the same classes again.
+        // A seed other than that of the held-out split: with the same, rounding would disadvantage the same classes twice.
         let (train, dev) = corpus.split_off(rest, share, config.seed.wrapping_add(1));
         Self { train, dev }
     }
@@ -65,17 +65,17 @@ pub(crate) struct Checkpoint {
     folder: PathBuf,
 }
 
-/// Whether a stopped training resumes.
+/// Whether an interrupted training resumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Resume {
-    /// It resumes from the checkpoints in its folder.
+    /// Resumes from the checkpoints in its folder.
     FromFolder,
-    /// It starts over, and writes no checkpoints to resume from.
+    /// Starts again, and writes no checkpoints to resume from.
     Never,
 }
 
 impl TrainingRows {
-    /// Tokenises both splits, and adds augmented copies to the training split, which are also written to `folder`.
+    /// Tokenises both splits. Adds augmented copies to the training split, and writes them to [`AUGMENTED_FILE`] in `folder`.
     pub(crate) fn of(
         corpus: &Corpus,
         tokenizer: &ClassifierTokenizer,
@@ -109,7 +109,7 @@ impl TrainingRows {
         Ok(rows)
     }
 
-    /// Tokenises one text, and counts it if it is shortened.
+    /// Tokenises a text, and counts it in `n_shortened` if it is truncated.
     pub(crate) fn row(
         &mut self,
         tokenizer: &ClassifierTokenizer,
@@ -122,7 +122,7 @@ impl TrainingRows {
     }
 }
 
-/// Whether both paths name the same folder.
+/// True if both paths are the same existing folder.
 pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
     one.canonicalize().is_ok_and(|one| other.canonicalize().is_ok_and(|other| one == other))
 }
@@ -131,7 +131,7 @@ fn make(folder: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("{}: cannot be made", folder.display()))
 }
 
-/// Callbacks of a training: messages, stop flag, metric sink, and protection from interrupts.
+/// Callbacks of a training: messages, stop flag, metric sink, and deferral of interrupts.
 pub struct Callbacks<'a> {
     /// Shows messages and progress.
     pub reporter: &'a dyn Reporter,
@@ -139,21 +139,21 @@ pub struct Callbacks<'a> {
     pub stop: &'a AtomicBool,
     /// Opens the metric sink at a path, to which training metrics are written.
     pub open_metrics: &'a OpenMetrics,
-    /// Runs work that an interrupt must not cut.
+    /// Defers interrupts while files are written.
     pub uninterrupted: &'a Uninterrupted,
 }
 
-/// Runs work that an interrupt must not cut.
+/// Runs a closure and defers interrupts until it has returned.
 pub type Uninterrupted = dyn Fn(&mut dyn FnMut() -> anyhow::Result<()>) -> anyhow::Result<()>;
 
-/// Opens a metric sink at a path.
+/// Opens the metric sink that writes to a path.
 pub type OpenMetrics = dyn Fn(&Path) -> anyhow::Result<Box<dyn MetricSink>>;
 
 /// Trains classifiers from one base model with the same settings, such as the folds of a cross-validation.
 pub(crate) struct Trainer<'a> {
     config: &'a TrainConfig,
     callbacks: &'a Callbacks<'a>,
-    /// SHA-256 of the base model's files.
+    /// SHA-256 digests of the base model's files.
     base: String,
 }
 
@@ -162,7 +162,7 @@ impl<'a> Trainer<'a> {
         self.callbacks.reporter
     }
 
-    /// Checks the base model and the output folder.
+    /// Checks the base model and the output folder, and computes the digest of the base model.
     pub(crate) fn new(config: &'a TrainConfig, callbacks: &'a Callbacks<'a>) -> anyhow::Result<Self> {
         let (base, output) = (&config.model_name_or_path, &config.output_dir);
         if is_same(base, output) {
@@ -220,7 +220,7 @@ impl<'a> Trainer<'a> {
         drop(progress);
         let text = format!("{:#}\n", json!({ "summary": summary, "seconds": started.elapsed().as_secs_f64() }));
         write(&folder.join(SUMMARY_FILE), &text)?;
-        drop(classifier); // before the frozen one is loaded, to save memory
+        drop(classifier); // frees memory before the frozen classifier is loaded
         let folder = folder.join(if rows.dev.is_empty() { LAST } else { BEST });
         let classifier = read(config, &folder, Weights::Frozen)?;
         let chosen = summary.best_val_loss.map(|loss| format!(", best {loss:.4} on dev at step {}", summary.best_step));
@@ -229,7 +229,7 @@ impl<'a> Trainer<'a> {
         Ok(Checkpoint { classifier, summary, folder })
     }
 
-    /// Digest of everything that the result of a training depends on.
+    /// SHA-256 of everything that the result of a training depends on.
     pub(crate) fn fingerprint(
         &self,
         labels: &Labels,
@@ -242,7 +242,7 @@ impl<'a> Trainer<'a> {
         digest_hex(format!("{sft:?} {settings:?} {base} {labels:?} {:?} {:?}", rows.train, rows.dev).as_bytes())
     }
 
-    /// Writes the best checkpoint to the output folder; removes metrics and temperature of an earlier model there.
+    /// Writes the best checkpoint to the output folder, and removes metrics and temperature of an earlier model from it.
     pub(crate) fn publish(&self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
         (self.callbacks.uninterrupted)(&mut || self.write_model(checkpoint))
     }
@@ -254,7 +254,7 @@ impl<'a> Trainer<'a> {
                 std::fs::remove_file(&path).with_context(|| format!("{}: cannot be removed", path.display()))?;
             }
         }
-        // Frozen weights are packed for inference and cannot be saved.
+        // Loads it again: the frozen weights of `checkpoint.classifier` are packed for inference and cannot be saved.
         let trained = read(self.config, &checkpoint.folder, Weights::Trained)?;
         Ok(trained.save(folder, &self.config.model_name_or_path)?)
     }

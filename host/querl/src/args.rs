@@ -28,7 +28,7 @@ impl Format {
     }
 }
 
-/// A configuration file with overrides.
+/// Options for a configuration file and overrides of its keys.
 #[derive(Debug, Clone, Args)]
 pub struct ConfigArgs {
     /// The configuration file
@@ -58,7 +58,7 @@ impl ConfigArgs {
         load_config(&self.path, Overrides { missing_model: MissingModel::Allowed, ..overrides })
     }
 
-    /// Like [`Self::load_without_model`], for a command that opens the models of retrieval, which are downloaded.
+    /// Like [`Self::load_without_model`], but downloads the models of retrieval, for a command that opens them.
     pub fn load_for_retrieval(&self) -> anyhow::Result<Config> {
         let overrides = Overrides { retrieval_hub: Some(model_hub::find), ..self.overrides(model_hub::find_cached) };
         load_config(&self.path, Overrides { missing_model: MissingModel::Allowed, ..overrides })
@@ -107,7 +107,7 @@ pub fn load_config(path: &Path, overrides: Overrides) -> anyhow::Result<Config> 
     Ok(load(path, &overrides)?)
 }
 
-/// A clap parser for one of several names, each given with its value and its help, which may be empty.
+/// A clap value parser for one of several names. `values`: name, value and help text, which may be empty.
 pub fn one_of<T: Clone + Send + Sync + 'static>(
     values: impl IntoIterator<Item = (&'static str, T, &'static str)>,
 ) -> impl TypedValueParser<Value = T> {
@@ -126,19 +126,18 @@ pub fn stage_name() -> impl TypedValueParser<Value = StageName> {
     stage_up_to(StageName::Eval)
 }
 
-/// A clap parser for the name of `last` or of a stage before it.
+/// A clap value parser for the name of a stage up to `last`.
 pub fn stage_up_to(last: StageName) -> impl TypedValueParser<Value = StageName> {
     let stages = StageName::ALL.into_iter().filter(move |stage| *stage <= last);
     one_of(stages.map(|stage| (stage.as_str(), stage, stage.meaning())))
 }
 
-/// The error of an input or setting that cannot be used, which ends the program with exit code 2.
+/// An error about an input or setting that cannot be used; the exit code is 2.
 pub fn usage(error: impl std::fmt::Display) -> Stop {
     Stop::usage(error)
 }
 
-/// Parses assignments `KEY=VALUE` with values in TOML; a value that is not TOML is a string. `flag` is the name of the option in
-/// error messages.
+/// Parses assignments `KEY=VALUE` with TOML values; a value that is not valid TOML is a string. `flag`: the option, for error messages.
 pub fn parse_settings(assignments: &[String], flag: &str) -> Result<PluginSettings, Stop> {
     let mut settings = PluginSettings::new();
     for text in assignments {
@@ -153,7 +152,7 @@ pub fn parse_settings(assignments: &[String], flag: &str) -> Result<PluginSettin
 }
 
 fn toml_value(text: &str) -> toml::Value {
-    // More than one key would mean that the text holds a line break and a key of its own.
+    // With more than one key, the text contains a line break and another assignment.
     let table = toml::from_str::<toml::Table>(&format!("value = {text}")).ok().filter(|table| table.len() == 1);
     table.and_then(|mut table| table.remove("value")).unwrap_or_else(|| toml::Value::String(text.to_owned()))
 }

@@ -1,4 +1,4 @@
-//! The grammar of the command line; the commands are in `commands/`.
+//! The command line as clap types, hints for misspelt commands and options, completions and man pages. The commands are in `commands/`.
 
 use crate::commands::{
     audit, cache, config, data, deploy, doctor, export, import, model, plan, plugin, rag, release, run, serve, style,
@@ -128,10 +128,10 @@ impl Cli {
     }
 }
 
-/// Adds what was probably meant: a command of a group, or `--set` for a key of the configuration.
+/// Adds a hint about what was probably meant: a command of a group, or `--set` for a key of the configuration.
 fn with_hint(mut error: clap::Error, arguments: &[String]) -> clap::Error {
     if let Some(hint) = hint(&error, arguments) {
-        // The usage names a suggested argument too.
+        // The usage line contains the suggested argument, too.
         if error.remove(ContextKind::SuggestedArg).is_some() {
             error.remove(ContextKind::Usage);
         }
@@ -142,10 +142,10 @@ fn with_hint(mut error: clap::Error, arguments: &[String]) -> clap::Error {
 }
 
 fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
-    /// A key such as `path` is one of many sections.
+    /// Maximum number of suggested keys: a key such as `path` is in many sections.
     const MAX_NAMED: usize = 4;
     let cli = Cli::command();
-    // `querl serve DIR` is a command too: a misspelt subcommand is taken as its folder.
+    // Because `querl serve DIR` is a valid command, clap takes a misspelt subcommand as the folder.
     if let [_, serve, name, _, ..] = arguments
         && serve == "serve"
         && error.kind() == ErrorKind::ArgumentConflict
@@ -217,7 +217,7 @@ impl Noise {
 }
 
 pub fn print_completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
-    let mut script = Vec::new(); // clap_complete panics where it cannot write
+    let mut script = Vec::new(); // in memory, because clap_complete panics if it cannot write
     clap_complete::generate(shell, &mut Cli::command(), "querl", &mut script);
     std::io::stdout().write_all(&script).context("stdout")
 }
@@ -253,13 +253,13 @@ mod tests {
             assert!(said(line).contains("tip: use --set rl.max_steps=5\n"), "{}", said(line));
         }
         assert!(said("querl run a.toml --max-steps -q").contains("rl.max_steps=VALUE"));
-        // Regression: `--set output_dir=X` was suggested, with a usage line that has `--out`.
+        // Regression: the hint was `--set output_dir=X`, next to a usage line with `--out`.
         let of_folder = said("querl run a.toml --output_dir X");
         assert!(of_folder.contains("tip: use --out X\n") && !of_folder.contains("Usage:"), "{of_folder}");
         assert!(said("querl pretrain").contains("tip: use `querl model pretrain`\n"), "{}", said("querl pretrain"));
         let said_of_serve = said("querl serve rewrit DIR");
         assert!(said_of_serve.contains("tip: use `querl serve rewrite`\n"), "{said_of_serve}");
-        // Regression: `querl model init`, which makes random weights, was suggested.
+        // Regression: the hint was `querl model init`, which creates random weights.
         for line in ["querl init", "querl config init", "querl config new"] {
             let said = said(line);
             assert!(said.contains("copy examples/appliances/querl.toml") && !said.contains("model init"), "{said}");

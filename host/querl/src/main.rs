@@ -1,9 +1,10 @@
-//! The `querl` command: grammar of the command line, terminal, and one thin module per command over querl-pipeline and querl-style.
+//! The `querl` command: `cli.rs` parses the command line, `terminal.rs` prints, and each command is a thin module in `commands/` over
+//! querl-pipeline, querl-style and querl-serve.
 //!
 //! In: a command line and a configuration file. Out: results on stdout, progress on stderr, an exit code. Ctrl-C:
 //! `querl_pipeline::interrupt`. Signals and limits of the system: `process.rs`.
 
-// A program has no public interface; `pub` marks what other modules use.
+// A program has no public interface: `pub` items are those that other modules use.
 #![allow(unreachable_pub)]
 
 mod args;
@@ -21,9 +22,9 @@ use std::process::ExitCode;
 #[global_allocator]
 static ALLOCATOR: process::Allocator = process::Allocator;
 
-/// Environment variables where they are not set. One thread for candle's own pool, whose elementwise operations wait by spinning on cores
-/// that our kernels' threads need: a third of the CPU time of full fine-tuning (`examples/bench.rs`, `full`, with and without). No
-/// backtraces in the messages of candle's errors; those of panics stay with `RUST_BACKTRACE`.
+/// Defaults of environment variables. `CANDLE_NUM_THREADS`: candle's own thread pool waits by spinning on the cores that querl's kernels
+/// use; with one thread, full fine-tuning takes a third less CPU time (`full` of `host/querl-train/examples/bench.rs`, with and without).
+/// `RUST_LIB_BACKTRACE`: no backtraces in candle's error messages; `RUST_BACKTRACE` still applies to panics.
 const ENVIRONMENT: [(&str, &str); 2] = [("CANDLE_NUM_THREADS", "1"), ("RUST_LIB_BACKTRACE", "0")];
 
 fn main() -> ExitCode {
@@ -35,7 +36,7 @@ fn main() -> ExitCode {
     }
     process::keep_freed_memory();
     process::end_where_no_thread_starts();
-    // Before other threads exist.
+    // Signal handlers are installed before other threads exist.
     let signals = process::install_signals();
     process::on_a_stack(move || run(signals))
 }
@@ -48,7 +49,7 @@ fn run(signals: anyhow::Result<()>) -> ExitCode {
     }
     match signals.and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
-        // The reader has closed the pipe: `querl ... | head`.
+        // The reader of a pipe has closed it, as in `querl ... | head`. No message.
         Err(error) if failure::is_closed_pipe(&error) => ExitCode::from(Ending::Failed as u8),
         Err(error) => {
             if let Some(details) = failure::details(&error) {
@@ -60,7 +61,7 @@ fn run(signals: anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// True for a command that resumes.
+/// True for a command with stages or checkpoints: the same command resumes it.
 fn has_stages(command: &Command) -> bool {
     use Command::{Convert, Eval, Model, Report, Rewrite, Rl, Run, Sft, Style, Sweep, Validate};
     matches!(

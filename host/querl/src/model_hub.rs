@@ -1,8 +1,8 @@
-//! Models by name from a Hugging Face hub: `ORG/NAME` or `ORG/NAME@REVISION` wherever the folder of a model is expected.
+//! Models from the Hugging Face Hub: a name `ORG/NAME` or `ORG/NAME@REVISION` can be given wherever the folder of a model is expected.
 //!
-//! A model is downloaded once, into the cache that huggingface_hub uses too: `HF_HUB_CACHE`, else `HF_HOME/hub`, else
-//! `~/.cache/huggingface/hub`. `HF_ENDPOINT` names another hub, `HF_TOKEN` or the file `HF_HOME/token` has the token for private models,
-//! and `HF_HUB_OFFLINE=1` uses the cache alone. A complete snapshot in the cache is used without asking the hub.
+//! A model is downloaded once, to the cache of huggingface_hub: `HF_HUB_CACHE`, else `HF_HOME/hub`, else `~/.cache/huggingface/hub`.
+//! `HF_ENDPOINT` is the URL of another hub, `HF_TOKEN` or the file `HF_HOME/token` the token for private models. With `HF_HUB_OFFLINE=1`
+//! only the cache is used. A complete snapshot in the cache is used without a request to the hub.
 
 use crate::args::usage;
 use hf_hub::api::sync::{ApiBuilder, ApiError};
@@ -14,11 +14,11 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Retries of one file; each continues where the last one stopped.
+/// Maximum number of retries per file. A retry continues the partial download.
 const RETRIES: usize = 3;
 
-/// The folder of a model, given as a path or as a name on the hub, which is downloaded. An argument whose parent folder exists is
-/// a path.
+/// The folder of a model that is given as a path or as a name on the hub; the latter is downloaded. An argument whose parent folder exists
+/// is a path.
 pub fn folder(path: &Path) -> anyhow::Result<PathBuf> {
     let is_path = path.exists() || path.parent().is_some_and(Path::exists);
     match path.to_str().filter(|name| !is_path && parse_model_name(name).is_some()) {
@@ -48,11 +48,11 @@ pub fn find(name: &str) -> Result<Option<PathBuf>, String> {
     if env::var_os("HF_HUB_OFFLINE").is_some_and(|value| value != "0" && !value.is_empty()) {
         return Err(format!("{} has no complete copy, and HF_HUB_OFFLINE is set", cache.path().display()));
     }
-    // What an interrupt leaves of a download stays for the next attempt.
+    // A partial download is kept on an interrupt, and the next attempt continues it.
     fetch(cache, repo).map(Some)
 }
 
-/// A [`querl_core::config::ModelHub`] that only looks into the cache, for commands that do not open the model.
+/// A [`querl_core::config::ModelHub`] that only searches the cache, for commands that do not open the model.
 pub fn find_cached(name: &str) -> Result<Option<PathBuf>, String> {
     Ok(complete_snapshot(&cache()?.repo(repo(name)?)))
 }
@@ -72,7 +72,7 @@ fn cache() -> Result<Cache, String> {
     Ok(Cache::from_env())
 }
 
-/// The snapshot folder, if its weights are all there: they are downloaded last.
+/// The snapshot folder, if all weight files exist. Weights are downloaded last, so that the other files exist then, too.
 fn complete_snapshot(repo: &CacheRepo) -> Option<PathBuf> {
     let config = repo.get("config.json").or_else(|| repo.get("adapter_config.json"))?;
     let folder = config.parent()?.to_owned();
@@ -96,7 +96,7 @@ fn fetch(cache: Cache, repo: Repo) -> Result<PathBuf, String> {
     let api = ApiBuilder::from_cache(cache.clone()).with_endpoint(endpoint.to_owned()).with_token(token);
     let api = api.with_retries(RETRIES).build().map_err(|error| failed("no connection", &error))?;
     let info = api.repo(repo.clone()).info().map_err(|error| failed("cannot be downloaded", &error))?;
-    // All files of one commit, even if the branch moves meanwhile.
+    // All files are of one commit, even if the branch is updated during the download.
     let pinned = Repo::with_revision(id.clone(), RepoType::Model, info.sha.clone());
     let mut files: Vec<String> =
         info.siblings.into_iter().map(|file| file.rfilename).filter(|file| is_read(file)).collect();
@@ -118,7 +118,7 @@ fn fetch(cache: Cache, repo: Repo) -> Result<PathBuf, String> {
     complete_snapshot(&cache.repo(repo)).ok_or_else(incomplete)
 }
 
-/// Files that querl reads: configuration, tokenizer and weights, not other frameworks' copies of the weights.
+/// True for files that querl reads: configuration, tokenizer and safetensors; false for weights in other formats.
 fn is_read(file: &str) -> bool {
     let ending = Path::new(file).extension().and_then(|ending| ending.to_str()).unwrap_or_default();
     let weights = file.starts_with("model") || file.starts_with("adapter_model");
@@ -130,7 +130,7 @@ fn is_read(file: &str) -> bool {
     }
 }
 
-/// Compares a downloaded file with its digest: large files are stored under their SHA-256.
+/// Compares a downloaded file with its SHA-256, which is the file name of a large file in the cache. A damaged file is removed.
 fn verify(pointer: &Path) -> Result<(), String> {
     let blob = pointer.canonicalize().map_err(|error| error.to_string())?;
     let digest = blob.file_name().and_then(|name| name.to_str()).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Writes a folder completely or not at all.
+//! Atomic creation of folders: a folder is written completely or not at all.
 
 use crate::args::usage;
 use anyhow::Context;
@@ -24,7 +24,7 @@ pub(crate) fn write_folder<T>(out: &Path, write: impl FnOnce(&Path) -> anyhow::R
     Ok(written)
 }
 
-/// The current folder, a link and a mount point stay, and get the entries.
+/// Moves the entries if `out` exists: it may be the current folder, a link or a mount point, which cannot be replaced.
 fn move_to(staging: &Path, out: &Path) -> std::io::Result<()> {
     if !out.is_dir() {
         return std::fs::rename(staging, out);
@@ -36,7 +36,8 @@ fn move_to(staging: &Path, out: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Other users may read it: a service has a user of its own, and temporary folders and, at some places, models are private to their owner.
+/// Lets all users read the folder, such as the user of a systemd service: temporary folders, and at some sites model files, are private to
+/// their owner.
 fn make_readable(path: &Path) -> std::io::Result<()> {
     let is_program = path.file_name().is_some_and(|name| name == "querl");
     let is_script = path.extension().is_some_and(|extension| extension == "sh");

@@ -1,5 +1,5 @@
-//! Limits and signals of the operating system: memory, stack, CPU time, interrupts. A limit (`ulimit`) that is reached gives an
-//! error message and an exit code, not a signal that kills the process.
+//! Signals and limits of the operating system: memory, stack, CPU time, interrupts. A process that reaches a limit (`ulimit`) ends with an
+//! error message and an exit code, and is not killed by a signal.
 
 use crate::terminal;
 use mimalloc::MiMalloc;
@@ -11,11 +11,11 @@ use std::process::ExitCode;
 #[cfg(unix)]
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The global allocator: mimalloc. If memory runs out (`ulimit -v`), the process ends with an error message and exit code 1, not
-/// by SIGABRT.
+/// The global allocator: mimalloc. If an allocation fails (`ulimit -v`), the process ends with an error message and exit code 1, not by
+/// SIGABRT.
 pub struct Allocator;
 
-// SAFETY: it is mimalloc, except that a null pointer is not returned.
+// SAFETY: all calls are forwarded to mimalloc, except that a null pointer ends the process.
 unsafe impl GlobalAlloc for Allocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller keeps the rules of the trait.
@@ -50,7 +50,7 @@ const NO_MEMORY: &str = "error: out of memory; free some, or raise the limit of 
 const NO_THREAD: &str = "error: no thread can be started; end other processes, or raise the limits of processes and address space (`ulimit -u`, \
                          `ulimit -v`); finished stages and checkpoints are kept, run the same command again\n";
 
-/// Allocates nothing.
+/// Ends the process with a message, without allocating memory.
 #[cold]
 fn end_with(sentence: &'static str) -> ! {
     #[cfg(unix)]
@@ -66,7 +66,8 @@ fn end_with(sentence: &'static str) -> ! {
     }
 }
 
-/// Ends the process if a library cannot start a thread: the library panics, and other threads may wait for that thread forever.
+/// Installs a panic hook that ends the process if a library cannot start a thread. Such a library panics, and other threads might wait
+/// for the missing thread forever.
 pub fn end_where_no_thread_starts() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -74,18 +75,19 @@ pub fn end_where_no_thread_starts() {
     }));
 }
 
-/// The messages of the standard library, tokio and rayon.
+/// True for the panic messages of the standard library, tokio and rayon if a thread could not be started.
 fn is_of_no_thread(message: &str) -> bool {
     let is_of_thread = ["spawn", "thread pool"].iter().any(|words| message.contains(words));
     is_of_thread && message.contains("Resource temporarily unavailable")
 }
 
-/// `mi_option_purge_delay` of mimalloc's header: milliseconds until freed memory is returned to the system, -1 for never.
+/// Number of the option `mi_option_purge_delay` in mimalloc's header: milliseconds until freed memory is returned to the system, -1 for
+/// never.
 const PURGE_DELAY: c_int = 15;
 
-/// Keeps freed memory for the next step. A training step of a large model frees a gigabyte and allocates it again, and pages
-/// returned to the system are cleared when they are used again, which takes a fifth of the CPU time. `MIMALLOC_PURGE_DELAY` in
-/// the environment has precedence.
+/// Makes the allocator keep freed memory. A training step of a large model frees a gigabyte and allocates it again; the system clears
+/// returned pages before they are reused, which takes a fifth of the CPU time. The environment variable `MIMALLOC_PURGE_DELAY` has
+/// precedence.
 pub fn keep_freed_memory() {
     if std::env::var_os("MIMALLOC_PURGE_DELAY").is_none() {
         // SAFETY: it sets a number that the allocator reads; any number is allowed.
@@ -93,12 +95,12 @@ pub fn keep_freed_memory() {
     }
 }
 
-/// As large as the usual stack of a main thread.
+/// Stack size of the main thread on usual systems.
 const STACK_BYTES: usize = 8 << 20;
 
 /// Runs `program` on a thread whose stack `ulimit -s` does not limit.
 pub fn on_a_stack(program: impl FnOnce() -> ExitCode + Send + 'static) -> ExitCode {
-    // The thread is named in the message of a panic.
+    // The name appears in panic messages.
     let thread = std::thread::Builder::new().name("main".into()).stack_size(STACK_BYTES).spawn(program);
     match thread.map(std::thread::JoinHandle::join) {
         Ok(Ok(code)) => code,
@@ -114,7 +116,7 @@ pub fn on_a_stack(program: impl FnOnce() -> ExitCode + Send + 'static) -> ExitCo
 
 static IS_RESUMABLE: AtomicBool = AtomicBool::new(false);
 
-/// Makes the message of an interrupt say, from now on, that finished stages and checkpoints are kept.
+/// From now on, the message of an interrupt says that finished stages and checkpoints are kept.
 pub fn set_resumable() {
     IS_RESUMABLE.store(true, Ordering::SeqCst);
 }
@@ -129,7 +131,7 @@ fn report(kind: InterruptKind) {
         InterruptKind::AtSafePoint if is_out_of_time => {
             terminal::print(&format!("{why}: stopping at the next safe point"))
         }
-        // The server itself says how long it waits for requests in progress.
+        // No message: the server prints how long it waits for requests in progress.
         InterruptKind::AtSafePoint if terminal::is_server() => {}
         InterruptKind::AtSafePoint => {
             terminal::print("stopping at the next safe point; interrupt again to stop at once");
@@ -148,12 +150,12 @@ fn report(kind: InterruptKind) {
     }
 }
 
-/// Installs the signal handlers. SIGHUP stays ignored if the parent ignores it (`nohup`). SIGXFSZ is ignored: a write beyond the
-/// limit of `ulimit -f` then fails with an error that names the file. SIGXCPU is handled as an interrupt.
+/// Installs the signal handlers. SIGHUP stays ignored if the parent process ignores it (`nohup`). SIGXFSZ is ignored, so that a write
+/// beyond the limit of `ulimit -f` fails with an error that names the file. SIGXCPU is handled as an interrupt.
 pub fn install_signals() -> anyhow::Result<()> {
     #[cfg(unix)]
-    // SAFETY: asks for and sets dispositions of signals and the mask, before other threads exist; no handler runs. SIGHUP is blocked until
-    // its own handler is set: one that arrives before is then handled, or ignored, like any other.
+    // SAFETY: reads and sets signal dispositions and the signal mask before other threads exist; no handler runs. SIGHUP is blocked until
+    // its handler is set, so that one that arrives before is handled, or ignored, like any other.
     let (mask, is_hangup_ignored) = unsafe {
         libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
         let (mut hangup, mut mask) = (std::mem::zeroed(), std::mem::zeroed());
@@ -166,7 +168,7 @@ pub fn install_signals() -> anyhow::Result<()> {
     #[cfg(unix)]
     {
         let handler = if is_hangup_ignored { libc::SIG_IGN } else { hang_up as *const () as libc::sighandler_t };
-        // SAFETY: as above; the handler of interrupts is installed, and no longer for SIGHUP.
+        // SAFETY: as above. This replaces the interrupt handler for SIGHUP.
         unsafe {
             libc::signal(libc::SIGXCPU, end_of_cpu_time as *const () as libc::sighandler_t);
             libc::signal(libc::SIGHUP, handler);
@@ -177,8 +179,8 @@ pub fn install_signals() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A closed terminal sends SIGHUP more than once, from the kernel and from the shell: the first is a SIGTERM, the others do nothing. A server
-/// without a terminal reloads.
+/// Handler of SIGHUP. A server without a terminal reloads. Otherwise the first SIGHUP is handled as SIGTERM and others are ignored, because
+/// a closed terminal sends several: from the kernel and from the shell.
 #[cfg(unix)]
 extern "C" fn hang_up(_: c_int) {
     static IS_CLOSED: AtomicBool = AtomicBool::new(false);
@@ -191,7 +193,8 @@ extern "C" fn hang_up(_: c_int) {
 #[cfg(unix)]
 static OUT_OF_CPU_TIME: AtomicBool = AtomicBool::new(false);
 
-/// The kernel sends SIGXCPU again each second, and SIGKILL at the hard limit: the first is a SIGTERM, the others do nothing.
+/// Handler of SIGXCPU. The first one is handled as SIGTERM and others are ignored, because the kernel sends SIGXCPU each second until the
+/// hard limit, where it sends SIGKILL.
 #[cfg(unix)]
 extern "C" fn end_of_cpu_time(_: c_int) {
     if !OUT_OF_CPU_TIME.swap(true, Ordering::SeqCst) {
@@ -200,7 +203,8 @@ extern "C" fn end_of_cpu_time(_: c_int) {
     }
 }
 
-/// `ulimit -t` sets the soft limit, which sends SIGXCPU, to the hard one, which kills: lowers the soft one by a tenth, by 1 to 10 seconds.
+/// Lowers the soft limit of CPU time, which sends SIGXCPU, below the hard limit, which kills the process: by a tenth, at least 1 and at
+/// most 10 seconds. `ulimit -t` sets both limits to the same value, which leaves no time to save.
 #[cfg(unix)]
 fn leave_cpu_time_to_save() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -208,7 +212,7 @@ fn leave_cpu_time_to_save() {
     let Some(hard) = maximum else { return };
     let soft = hard.saturating_sub((hard / 10).clamp(1, 10)).max(1);
     if current.is_none_or(|current| current > soft) {
-        // Lowering one's own limit is always allowed; without it the process is killed at the hard limit.
+        // Always allowed for a lower limit. If it failed, the process would be killed at the hard limit.
         let _ = setrlimit(Resource::Cpu, Rlimit { current: Some(soft), maximum });
     }
 }
@@ -217,7 +221,7 @@ fn leave_cpu_time_to_save() {
 mod tests {
     use super::{PURGE_DELAY, is_of_no_thread};
 
-    /// Regression: with little address space `model logprobs` ended with the panic of rayon's thread pool.
+    /// Regression: with little address space, `model logprobs` ended with a panic of rayon's thread pool.
     #[test]
     fn a_thread_that_is_refused_is_known_by_the_message_of_the_panic() {
         let refused = "ThreadPoolBuildError { kind: IOError(Os { code: 11, kind: WouldBlock, message: \"Resource temporarily unavailable\" }) }";

@@ -20,18 +20,18 @@ pub enum Verbosity {
 
 static VERBOSITY: AtomicU8 = AtomicU8::new(Verbosity::Normal as u8);
 
-/// Whether this process is a server that listens.
+/// True once this process is a server that accepts connections.
 static SERVES: AtomicBool = AtomicBool::new(false);
 
 static BARS: LazyLock<MultiProgress> = LazyLock::new(|| MultiProgress::with_draw_target(ProgressDrawTarget::stderr()));
 
-/// Sets verbosity and starts logging. `QUERL_LOG` replaces the filter, in the syntax of `tracing-subscriber`.
+/// Sets the verbosity and installs the log subscriber. `QUERL_LOG` replaces the log filter, in the syntax of `tracing-subscriber`.
 pub fn init(verbosity: Verbosity) {
     VERBOSITY.store(verbosity as u8, Ordering::Relaxed);
     let default = match verbosity {
         Verbosity::Quiet => "error",
-        // Building a plugin takes seconds to minutes, which is reported; so are the summary of the plan at the start of a run, and what a
-        // server loads and removes.
+        // At level info: builds of plugins, which take seconds to minutes; the summary of the plan at the start of a run; and what a server
+        // loads and removes.
         Verbosity::Normal => "warn,querl_plugin::source=info,querl_pipeline::plan=info,querl_serve=info",
         Verbosity::Verbose => {
             "warn,querl=info,querl_pipeline=info,querl_serve=info,querl_style=info,querl_data=info,querl_plugin=info,querl_model=info,querl_train=info"
@@ -44,11 +44,11 @@ pub fn init(verbosity: Verbosity) {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(default));
     let ansi = std::io::stderr().is_terminal();
     let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| LogWriter).with_ansi(ansi);
-    // A log line that cannot be written is not reported: that would panic where stderr is gone.
+    // `log_internal_errors(false)`: a log line that cannot be written is not reported, because that would panic if stderr is closed.
     subscriber.without_time().with_target(false).log_internal_errors(false).init();
 }
 
-/// Makes log lines begin with the time from now on, for servers.
+/// From now on, log lines begin with the time. For servers.
 pub fn begin_server_log() {
     SERVES.store(true, Ordering::Relaxed);
 }
@@ -57,7 +57,7 @@ pub fn is_server() -> bool {
     SERVES.load(Ordering::Relaxed)
 }
 
-/// The time and a space, in the log of a server.
+/// The current time and a space for a server, else an empty string.
 fn log_time() -> String {
     match is_server() {
         false => String::new(),
@@ -76,16 +76,15 @@ pub fn print(text: &str) {
     }
 }
 
-/// Shows a line about what runs now, on a terminal only; the next [`print`] replaces it.
+/// Shows what runs now, on a terminal only. The next [`print`] replaces the line.
 pub fn show_running(text: &str) {
     if VERBOSITY.load(Ordering::Relaxed) > Verbosity::Quiet as u8 && std::io::stderr().is_terminal() {
-        // The cursor goes back to the start of the line, which `print` clears by writing a longer line over it.
+        // The cursor returns to the start of the line, and `print` overwrites it with a longer one.
         let _ = write!(std::io::stderr(), "{text} ...\r");
     }
 }
 
-/// Prints a line on stderr. A closed terminal, a reader that has ended or a full disk behind a log is ignored; `eprintln!` would
-/// panic.
+/// Prints a line on stderr. Errors, such as a closed terminal or pipe or a full disk, are ignored; `eprintln!` would panic.
 pub fn print_error(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
@@ -106,12 +105,12 @@ impl Reporter for Terminal {
     }
 }
 
-/// Writes to stderr while no bar is drawn.
+/// Writer of log lines to stderr that hides the progress bars meanwhile.
 struct LogWriter;
 
 impl Write for LogWriter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        // The subscriber writes a whole line at once.
+        // The subscriber writes complete lines.
         let line = [log_time().as_bytes(), bytes].concat();
         BARS.suspend(|| std::io::stderr().write_all(&line))?;
         Ok(bytes.len())
@@ -138,7 +137,7 @@ struct LastLine {
     n_done: u64,
 }
 
-/// A log file wants a line now and then, not one per step.
+/// Minimum interval between progress lines if stderr is not a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
 impl StageProgress {
@@ -159,7 +158,7 @@ impl StageProgress {
 
     fn print_now_and_then(&self, last: &Mutex<LastLine>, n_done: u64, n_total: u64, note: &str) {
         let mut last = last.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        // A stage counts again from the start for each system that it evaluates.
+        // A stage starts counting again for each system that it evaluates.
         last.n_done = last.n_done.min(n_done);
         let is_end = n_done == n_total && last.n_done != n_done;
         if last.at.elapsed() >= LINE_EVERY || is_end {
@@ -183,7 +182,7 @@ impl Progress for StageProgress {
                 bar.set_position(n_done);
                 bar.set_message(note.to_owned());
                 if is_first {
-                    // What an earlier process has done says nothing of how fast this one is.
+                    // Steps of an earlier process must not count for the speed of this one.
                     bar.reset_eta();
                 }
             }

@@ -18,10 +18,10 @@ use querl_train::job::{Failure, FailureKind};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Of the bootstrap.
+/// Number of bootstrap resamples.
 const N_RESAMPLES: usize = 1000;
 
-/// Of the bootstrap: the same episodes give the same text.
+/// Seed of the bootstrap: a constant, so that the same episodes give the same text.
 const SEED: u64 = 42;
 
 #[derive(Debug, Args)]
@@ -82,7 +82,7 @@ fn read_episodes(dir: &RunDir) -> Result<Vec<RecordedEpisode>, Stop> {
     Ok(recorded)
 }
 
-/// A sentence where `rl` has not ended: it runs, or was stopped.
+/// A note if `rl` has not finished, because it is running or was stopped.
 fn unfinished(dir: &RunDir) -> Option<String> {
     let ledger = Ledger::open(&dir.stages()).ok();
     let entry = ledger.as_ref().and_then(|ledger| ledger.entry(StageName::Rl.as_str()));
@@ -100,7 +100,7 @@ fn unfinished(dir: &RunDir) -> Option<String> {
     }
 }
 
-/// The passages of the configured knowledge base; a sentence where there are none, since the rest can be audited without.
+/// The passages of the configured knowledge base; or `None` and a note that says why, because the rest of the audit does not need them.
 fn knowledge_base(dir: &RunDir) -> (Option<Vec<AuditPassage>>, Vec<String>) {
     let skipped = |why: String| (None, vec![format!("no second retriever: {why}")]);
     let config = match load_resolved(&dir.config()) {
@@ -121,7 +121,7 @@ fn audit_passage(passage: Passage) -> AuditPassage {
     AuditPassage { id, text: format!("{title}\n{text}") }
 }
 
-/// The lines that are JSON: the last one may be unfinished. None for a missing file.
+/// Lines of `metrics.jsonl`; empty for a missing file. Lines that are not valid JSON are skipped, because the last one may be incomplete.
 fn read_metrics(path: &Path) -> anyhow::Result<Vec<Value>> {
     match std::fs::read(path) {
         Ok(bytes) => {

@@ -1,4 +1,4 @@
-//! `querl cache`: statistics of the cache of teacher, judge and retrieval responses, and clearing it.
+//! `querl cache`: prints statistics of the response cache (teacher, judge, retrieval), and clears it.
 
 use crate::args::{Format, one_of};
 use anyhow::Context;
@@ -11,7 +11,6 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Subcommands of `querl cache`.
 #[derive(Debug, Subcommand)]
 pub enum CacheCommand {
     /// Print number, size and age of the cached responses

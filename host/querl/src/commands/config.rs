@@ -13,7 +13,7 @@ use std::io::Write;
 
 #[derive(Debug, Subcommand)]
 pub enum ConfigCommand {
-    /// Check a configuration, the files that it names and its plugins' settings, and print it with every value in force; builds no plugin
+    /// Check a configuration, the files that it names and its plugins' settings, and print all values, defaults included; builds no plugin
     Check(CheckArgs),
     /// List every key: what it takes, its default, what it means (`--json`: as JSON Schema, for editors)
     Schema(Format),
@@ -25,7 +25,7 @@ pub struct CheckArgs {
     config: ConfigArgs,
     #[command(flatten)]
     threads: ThreadsArg,
-    /// Leave the plugins alone: none is loaded or asked about its settings
+    /// Skip the plugins: none is loaded, and their settings are not checked
     #[arg(long)]
     skip_plugins: bool,
 }
@@ -56,14 +56,14 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
         }
         Ok(())
     })?;
-    // Planned GPU memory, for configurations that name GPUs.
+    // The planned GPU memory, if the configuration names GPUs.
     if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {
         querl_pipeline::memory_of_config(&config)?.iter().for_each(|line| terminal::print(line));
     }
     Ok(config)
 }
 
-/// As a TOML file reads: sections, then `key = default  # what it takes; what it means`.
+/// The keys in the layout of a TOML file: sections, then `key = default  # allowed values; meaning`.
 fn schema_text(keys: &[KeyInfo]) -> String {
     let mut text = String::new();
     let mut section = "";

@@ -1,4 +1,4 @@
-//! `querl data`: statistics of the query table and of the data stages; a query table from a request log.
+//! `querl data`: prints statistics of the query table and the data stages (`stats`); makes a query table from a request log (`from-log`).
 
 mod from_log;
 
@@ -40,13 +40,13 @@ pub fn run(command: &DataCommand) -> anyhow::Result<()> {
     args.format.print(&stats, || stats.lines().join("\n") + "\n")
 }
 
-/// Everything that `querl data stats` says.
+/// Result of `querl data stats`.
 #[derive(Debug, Serialize)]
 struct Stats {
     table: TableStats,
     funnel: Vec<funnel::Step>,
     splits: BTreeMap<&'static str, u64>,
-    /// Of val and test against train; before `convert` as the table's groups will be split.
+    /// Leaks from train to val and test, by split. Before `convert` has finished, those of the split that it will make.
     leaks: BTreeMap<&'static str, Leaks>,
     warnings: Vec<String>,
 }
@@ -62,7 +62,7 @@ struct TableStats {
     query_length: Lengths,
 }
 
-/// Of a list of lengths: the middle one, one that 95 of 100 do not exceed, the greatest.
+/// Median, 95th percentile and maximum of lengths, in characters.
 #[derive(Debug, Default, Serialize)]
 struct Lengths {
     p50: u32,
@@ -93,7 +93,7 @@ impl Stats {
         let rewritten = ledger.entry(StageName::Rewrite.as_str()).filter(|entry| entry.finished);
         warnings.extend(match rewritten {
             Some(entry) => funnel::not_recorded(config, &entry.facts),
-            // Reads the recording and the table; a finished stage has counted.
+            // Compares the table with the recorded teacher; a finished stage has the counts in its ledger entry.
             None => check_recording(config, &table)?,
         });
         warnings.extend(funnel::notes(&ledger, &dir)?);
@@ -129,7 +129,7 @@ impl Stats {
     }
 }
 
-/// Of the stages, or of the table alone.
+/// Warnings about too few rows: of the finished stages, or of the table if none is finished.
 fn sizes(ledger: &Ledger, findings: &Findings) -> Vec<String> {
     let finished = |stage: StageName| Some((stage, ledger.entry(stage.as_str()).filter(|entry| entry.finished)?));
     let of_stages: Vec<_> = StageName::ALL.into_iter().filter_map(finished).collect();

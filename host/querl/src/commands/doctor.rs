@@ -21,7 +21,7 @@ pub struct DoctorArgs {
 #[derive(Debug, Serialize)]
 struct Finding {
     name: &'static str,
-    /// False where something that querl can do is not possible here.
+    /// False if a feature of querl cannot be used on this machine.
     ok: bool,
     sentence: String,
 }
@@ -77,7 +77,7 @@ fn plugin_host() -> Finding {
     Finding { name: "plugins", ok, sentence }
 }
 
-/// In this order: the driver, each GPU, the library, NCCL where there are several GPUs, and the conclusion.
+/// Findings in this order: driver, each GPU, GPU library, NCCL if there are several GPUs, conclusion.
 fn gpu_findings() -> Vec<Finding> {
     let driver = Probe::open().driver();
     let library = device::open_library();
@@ -160,7 +160,7 @@ fn conclusion(
     }
 }
 
-/// `auto` takes the first GPU, or none.
+/// The GPU that `device = "auto"` uses, which is always the first, or why none can be used.
 fn usable(driver: &Driver, found: &OpenedLibrary) -> Result<usize, String> {
     let first = driver.gpus.first().ok_or("there is no GPU")?;
     check_fit(driver.cuda, first, found.library.description()).map(|()| 0).map_err(|missing| missing.to_string())

@@ -1,4 +1,4 @@
-//! `querl import`: an adapter that another engine trained, as the `rl` stage of a run.
+//! `querl import`: imports an adapter that another engine trained as the result of a run's stage `rl`.
 
 use crate::args::{Format, load_config};
 use crate::model_hub;
@@ -23,7 +23,7 @@ pub(crate) enum ImportCommand {
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// The run whose trained model it becomes; an earlier one is kept in `previous`
+    /// The run directory whose `rl` result the adapter becomes; an earlier result is kept in `previous`
     #[arg(long, value_name = "RUN_DIR")]
     run: PathBuf,
     #[command(flatten)]
@@ -57,7 +57,7 @@ pub(crate) fn run(command: &ImportCommand) -> anyhow::Result<()> {
     args.format.print(&imported, || text(&imported, &args.run))
 }
 
-/// The run in a folder, wherever it was made.
+/// Opens the run in a folder, which may have been moved since it was made.
 fn open(folder: &Path) -> anyhow::Result<Run> {
     let config_path = run_in(folder)?.config();
     let overrides = Overrides {
@@ -67,7 +67,7 @@ fn open(folder: &Path) -> anyhow::Result<Run> {
         ..Overrides::default()
     };
     let config = load_config(&config_path, overrides)?;
-    // As for the data stages, which open no model on a device.
+    // `StageName::Convert`: as for the data stages, no model is opened on a device.
     Run::open(config, &config_path, StageName::Convert, OnPluginChange::Refuse, Arc::new(Terminal))
 }
 

@@ -1,4 +1,4 @@
-//! One module per command. A new command is a module here, a variant of [`crate::cli::Command`] and an arm in `main`.
+//! One module per command. A new command needs a module here, a variant of [`crate::cli::Command`] and an arm in `main`.
 
 pub mod audit;
 pub mod cache;

@@ -1,5 +1,4 @@
-//! `querl plan`: reports before a training what speaks for and against its success, or (`--on`) predicts memory, seconds and
-//! hours on a cluster of GPUs.
+//! `querl plan`: reports before a training whether it is likely to succeed; with `--on`, predicts memory and time on a cluster of GPUs.
 
 use crate::args::{Format, ThreadsArg, usage};
 use crate::model_hub;
@@ -60,7 +59,7 @@ pub fn run(args: &PlanArgs) -> anyhow::Result<()> {
         out: args.out.clone(),
         threads: args.threads.threads,
         model_hub: Some(hub),
-        // The passages are looked up without the base model too.
+        // Retrieval is measured without the base model, too, so its models are downloaded.
         retrieval_hub: cluster.is_none().then_some(model_hub::find),
         missing_model,
         ..Overrides::default()

@@ -1,4 +1,5 @@
-//! `querl rag`: queries a retrieval service and reports whether its answers suffice to train and evaluate with; serves retrieval.
+//! `querl rag check`: sends queries to the configured retrieval and reports whether its hits suffice for training and evaluation.
+//! `querl rag serve` is the older form of `querl serve rag`.
 
 use super::serve;
 use crate::args::{ConfigArgs, Format};
@@ -36,17 +37,17 @@ pub fn run(command: &RagCommand) -> anyhow::Result<()> {
     }
 }
 
-/// Queries that are sent where none is given.
+/// Default number of queries of the table that are sent.
 const N_QUERIES: usize = 3;
 const EXCERPT_CHARS: usize = 40;
-/// Of a query, an id or a failure on the terminal.
+/// Maximum length of a query, an id or a failure on the terminal.
 const MAX_BYTES: usize = 600;
 
 #[derive(Debug, Args)]
 pub struct CheckArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Ask this instead of the first queries of the table; may be given several times
+    /// Send this query instead of the first queries of the table; may be given several times
     #[arg(long, value_name = "TEXT")]
     query: Vec<String>,
     /// Number of queries of the table, from its first; 30 or more with gold ids show whether reranking helps
@@ -71,7 +72,7 @@ struct QueryResult {
     answer: Result<Vec<Hit>, CallFailure>,
 }
 
-/// One thing that was understood, or not.
+/// Result of one check of the hits.
 #[derive(Debug, PartialEq, Serialize)]
 struct Finding {
     name: &'static str,
@@ -196,12 +197,12 @@ fn gold(queries: &[QueryResult]) -> Option<Finding> {
         queries.iter().filter(|asked| !asked.gold_ids.is_empty() && asked.answer.is_ok()).collect();
     let found = |asked: &QueryResult| asked.answer.iter().flatten().any(|hit| asked.gold_ids.contains(&hit.id));
     let n_found = known.iter().filter(|asked| found(asked)).count();
-    // A raw query may well miss its gold passage: that is what rewrites are for.
+    // `ok` in any case: raw queries may miss their gold passages, which is what rewrites improve.
     let sentence = format!("a gold passage was among the hits of {n_found} of {} raw queries", known.len());
     (!known.is_empty()).then_some(Finding { name: "gold", ok: true, sentence })
 }
 
-/// As after the stage `validate`, for raw queries.
+/// Effect of reranking on gold passages, as the stage `validate` reports it, here for raw queries.
 fn reranking(queries: &[QueryResult]) -> Option<Finding> {
     let mut effect = RerankEffect::default();
     for QueryResult { gold_ids, answer, .. } in queries {
@@ -214,7 +215,7 @@ fn reranking(queries: &[QueryResult]) -> Option<Finding> {
     })
 }
 
-/// The bge models for Chinese were trained with words before a query that their folders do not name.
+/// Warns about a bge model for Chinese without a query prefix: these models were trained with one, which is not in their folders.
 fn query_prefix(embedding: &EmbeddingConfig, models: &LocalModels) -> Option<Finding> {
     let own = models.embedder.as_ref()?.query_prefix();
     let prefix = embedding.query_prefix.as_deref().unwrap_or(own);
@@ -250,7 +251,7 @@ fn text(report: &Report) -> String {
 }
 
 fn line(hit: &Hit) -> String {
-    // Others' words: nothing in them may steer a terminal.
+    // Text of an external service: control characters are escaped, so that it cannot control the terminal.
     let words = hit.text.split_whitespace().collect::<Vec<_>>().join(" ");
     let excerpt: String = printable(&words, MAX_BYTES).chars().take(EXCERPT_CHARS).collect();
     let id = if hit.id.is_empty() { "(no id)".into() } else { printable(&hit.id, MAX_BYTES) };
@@ -265,7 +266,7 @@ mod tests {
         Hit { id: id.into(), text: text.into(), reranker_score, retrieval_score: None, rank: 1 }
     }
 
-    /// Regression: a passage that clears the screen or writes over the lines above it.
+    /// Regression: control characters in a passage cleared the screen or overwrote the lines above.
     #[test]
     fn nothing_that_a_service_sends_steers_the_terminal() {
         let evil = "\u{1b}[2J\u{202e}x\r";

@@ -1,4 +1,4 @@
-//! `querl release`: checks a run before its release, and sets which run serves each tenant.
+//! `querl release`: checks a run before its release, promotes it for its tenant, and returns to the previous one.
 
 use super::serve::{key_in, served_run};
 use crate::args::{Format, one_of, usage};
@@ -23,7 +23,7 @@ pub enum ReleaseCommand {
     Promote(PromoteArgs),
     /// End a candidate; where there is none, return to the run that served before
     Rollback(RollbackArgs),
-    /// Print what served when
+    /// Print the history of releases
     History(HistoryArgs),
 }
 
@@ -54,7 +54,7 @@ struct FolderArgs {
     releases: PathBuf,
 }
 
-/// A server to be notified.
+/// Options for a server that is notified of a change.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 struct ServerArgs {
@@ -72,10 +72,10 @@ pub struct PromoteArgs {
     /// The run: its folder or configuration
     #[arg(value_name = "CONFIG|RUN_DIR")]
     run: PathBuf,
-    /// As a candidate that answers this share of the requests, above 0 and below 1
+    /// Promote it as a candidate that answers this share of the requests, above 0 and below 1
     #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with = "shadow")]
     canary: Option<f64>,
-    /// As a candidate whose rewrites are compared and not returned
+    /// Promote it as a candidate whose rewrites are compared and not returned
     #[arg(long)]
     shadow: bool,
     /// Promote without a passed check; the history keeps the reason
@@ -92,7 +92,7 @@ pub struct PromoteArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct RollbackArgs {
-    /// The tenant, where the folder has several
+    /// The tenant; required if the folder has several
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
     #[command(flatten)]
@@ -273,7 +273,7 @@ fn run_history(args: &HistoryArgs) -> anyhow::Result<()> {
     })
 }
 
-/// An entry without its time and user.
+/// A sentence about an entry of the history, without its time and user.
 fn sentence(folder: &ReleasesFolder, entry: &HistoryEntry) -> String {
     let HistoryEntry { tenant, action, release, share, replaced, evidence, reason, .. } = entry;
     let run = format!("{} (version {})", folder.run_folder(release).display(), release.identity.version);
@@ -306,7 +306,7 @@ fn user() -> Option<String> {
 }
 
 impl ServerArgs {
-    /// Address and key, which the server accepts, before anything is changed.
+    /// Address and admin key of the server, after a check that it accepts the key, before anything is changed.
     fn open(&self) -> anyhow::Result<Option<(String, String)>> {
         let Some(url) = self.server.clone() else { return Ok(None) };
         let missing =

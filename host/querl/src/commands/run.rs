@@ -33,7 +33,7 @@ pub struct RunArgs {
     to: Option<StageName>,
 }
 
-/// Arguments of a stage's command, for a stage that computes with a model.
+/// Arguments of the command of a stage that computes with a model.
 #[derive(Debug, Args)]
 pub struct ModelStageArgs {
     #[command(flatten)]
@@ -63,7 +63,7 @@ pub struct StageArgs {
     format: Format,
 }
 
-/// Adapts the option `--from` to the command of the stage `last`, which can begin only there or earlier.
+/// Adapts the option `--from` to the command of stage `last`: its values are the stages up to `last`.
 pub fn from_up_to(last: StageName) -> impl FnOnce(Arg) -> Arg {
     let help = match last {
         StageName::Rewrite => "Run this stage again, even if it is finished",
@@ -117,10 +117,10 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
     if first == StageName::Rewrite && last > StageName::Rewrite {
         log_summary(&run.config, &args.config.path);
     }
-    // Data stages have next to nothing that a tracker shows.
+    // Data stages have almost no metrics for a tracker.
     let tracker = if last >= StageName::Sft { TrackerProcess::start(&run.config.tracking, &run.dir) } else { None };
     let done = run_and_report(&run, window, args.format).map_err(locate);
-    // It ends once the run directory is free.
+    // Releases the lock of the run directory, so that the tracker's process ends.
     drop(run);
     if let Some(tracker) = tracker {
         tracker.finish();
@@ -138,7 +138,7 @@ fn run_and_report(run: &Run, window: Window, format: Format) -> anyhow::Result<(
     Ok(())
 }
 
-/// The result on stdout: the table where systems were evaluated, else what the last stage found.
+/// Prints the result on stdout: the table of the evaluation, or else the summary of the last stage.
 fn print_result(run: &Run, outcomes: &[Outcome], format: Format) -> anyhow::Result<()> {
     let reported = match outcomes.last() {
         Some(last) if last.stage == StageName::Eval => {

@@ -1,4 +1,5 @@
-//! `querl serve WHAT`: rewriters, a style model, knowledge bases or rewards over HTTP. `querl style serve` and `querl rag serve` are older forms.
+//! `querl serve WHAT`: serves rewriters, a style model, knowledge bases or rewards over HTTP. `querl style serve` and `querl rag serve` are
+//! older forms.
 
 mod request_log;
 mod reward;
@@ -49,7 +50,7 @@ use std::time::Duration;
 pub struct ServeArgs {
     #[command(subcommand)]
     what: Option<ServeCommand>,
-    // `querl serve DIR`, from when a style model was all that could be served.
+    // The older form `querl serve DIR`, which serves a style model.
     #[command(flatten)]
     style: StyleArgs,
 }
@@ -78,7 +79,7 @@ struct StyleArgs {
     /// The model that an adapter was trained on [default: the run's]
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
-    /// Maximum tokens of a text; question and answer of longer ones are shortened [default: the run's, else 512]
+    /// Maximum tokens of a text; question and answer of longer ones are truncated [default: the run's, else 512]
     #[arg(long, visible_alias = "max-length", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_length: Option<u32>,
     /// Calibrate probabilities by the temperature that was fitted in training
@@ -195,7 +196,7 @@ pub struct RagArgs {
 pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
     match &args.what {
         Some(ServeCommand::Style(args)) if args.model.is_none() && args.path.is_none() => {
-            // `querl serve FOLDER` with a folder named `style`.
+            // `querl serve style` may also be the older form with a folder named `style`.
             let path = Some(PathBuf::from("style")).filter(|folder| folder.is_dir());
             let args = StyleArgs { path, ..args.clone() };
             style(&classifier_of(&args)?, &args.options)
@@ -211,7 +212,7 @@ pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Bound addresses and names are for the user to correct: exit code 2.
+/// Converts errors that the user must correct, such as an address in use, to usage errors (exit code 2).
 fn served(result: anyhow::Result<()>) -> anyhow::Result<()> {
     result.map_err(|error| if error.is::<ServeError>() { usage(error).into() } else { error })
 }
@@ -245,7 +246,8 @@ pub(super) fn rag(args: &RagArgs) -> anyhow::Result<()> {
     }))
 }
 
-/// The embedded index, whichever kind of retrieval the configuration names: the same file may serve here and call this server there.
+/// Opens the embedded index of a configuration, even if it configures an HTTP retrieval: the same file may be used for a run that calls
+/// this server.
 fn knowledge_base(path: &Path, set: &[String], shelf: &mut ModelShelf) -> anyhow::Result<KnowledgeBase> {
     let config = ConfigArgs { path: path.to_owned(), set: set.to_vec(), out: None }.load_for_retrieval()?;
     let retrieval = RetrievalConfig { kind: RetrievalKind::Embedded, ..config.retrieval };
@@ -260,13 +262,13 @@ fn knowledge_base(path: &Path, set: &[String], shelf: &mut ModelShelf) -> anyhow
     Ok(KnowledgeBase { tenant: config.tenant, kb_name: retrieval.kb_name, search, timeout })
 }
 
-/// Time limit of a response to a client's own messages.
+/// Time limit of a chat completion.
 const CHAT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time limit of the retrieval service.
+/// Time limit of a request to the retrieval service.
 const UPSTREAM_TIMEOUT: Duration = Duration::from_secs(30);
 const MAX_QUERIES: usize = 256;
 
-/// Trained rewriters over HTTP, until interrupted.
+/// Runs `querl serve rewrite`: serves trained rewriters over HTTP until it is interrupted.
 fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     if args.runs.is_empty() && args.follow.releases.is_none() {
         let what =
@@ -300,7 +302,7 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
         api_keys: args.tenant_key_env.iter().map(key).collect::<anyhow::Result<_>>()?,
         dtype: args.dtype,
     };
-    // A wrong path is reported before anything is loaded.
+    // The releases are read first, so that a wrong path is reported before models are loaded.
     let folder = args.follow.releases.as_ref().map(ReleasesFolder::new);
     let released = folder.as_ref().map(|folder| FollowedReleases::current_runs(folder, served_run)).transpose()?;
     let loaded = released.iter().flatten().map(|(release, run)| (run.config.tenant.clone(), release.clone()));
@@ -324,7 +326,7 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     };
     let loaded: Vec<(PathBuf, String)> = paths.into_iter().zip(tenants).collect();
     let threads = args.threads;
-    // A closed terminal ends the server.
+    // SIGHUP reloads only without a terminal: with one, it means that the terminal was closed, which ends the server.
     let has_terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
     let reload = (!has_terminal).then(interrupt::reload_on_hangup);
     let work = move |service: Arc<RewriteService>| {
@@ -334,7 +336,7 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
             models.tenants().iter().for_each(print_tenant);
             let releases = followed.map(|(folder, loaded)| {
                 service.set_releases(Arc::new(FollowedReleases::new(folder, models.clone(), served_run, loaded)));
-                // Before the first request, so that it has the model of its user.
+                // Before the first request, so that a candidate answers its users from the start.
                 report_releases(service.load_releases(&*models));
                 Arc::downgrade(&service)
             });
@@ -356,7 +358,8 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     served(service.run(args.listen.addr, |addr| announce(&addr.to_string()), work, is_interrupted))
 }
 
-/// Refuses a key of a tenant that is not served where its name looks misspelt; names the tenants that are open to every client.
+/// Refuses a key for a tenant that is not served, if the name looks misspelt and no tenant can be loaded later; otherwise warns about it.
+/// Also warns about tenants without a key.
 fn check_keys(args: &RewriteArgs, tenants: &[String]) -> anyhow::Result<()> {
     let has_key = |tenant: &&String| args.tenant_key_env.iter().any(|(name, _)| name == *tenant);
     let without_key: Vec<&str> = tenants.iter().filter(|tenant| !has_key(tenant)).map(String::as_str).collect();
@@ -364,7 +367,7 @@ fn check_keys(args: &RewriteArgs, tenants: &[String]) -> anyhow::Result<()> {
         let near = nearest(name, tenants.iter().map(String::as_str));
         let near = near.first().map_or(String::new(), |near| format!("; did you mean `{near}`?"));
         let problem = format!("--tenant_key_env: no tenant `{name}` is served{near}");
-        // Others may be loaded later, by a reload or an admin route.
+        // The tenant may be loaded later, by a reload or an admin route.
         let may_follow = args.admin_key_env.is_some() || args.follow.releases.is_some();
         match may_follow || misspelt(name, without_key.iter().copied()).is_none() {
             true => terminal::print(&format!("warning: {problem}")),
@@ -429,7 +432,7 @@ fn classifier_of(args: &StyleArgs) -> anyhow::Result<ClassifierOptions> {
     Ok(model)
 }
 
-/// The style model that a run names; `None` where the path is not a run's.
+/// The style model of a run or configuration; `None` for a folder that is not a run directory.
 fn style_model_of_run(path: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
     let resolved = RunDir::new(path).config();
     let config: Config = match (path.is_dir(), resolved.is_file()) {
@@ -452,11 +455,11 @@ fn style_model_of_run(path: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
     Ok(Some(style))
 }
 
-/// Far above the length of any dialogue; longer texts only cost tokenizing.
+/// Maximum length of a text, far above that of any dialogue: longer texts would be tokenized and then truncated.
 const MAX_TEXT_CHARS: usize = 32_768;
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Serves a style model over HTTP until it is interrupted.
+/// Runs `querl serve style`: serves a style model over HTTP until it is interrupted.
 pub(super) fn style(model: &ClassifierOptions, args: &StyleServerArgs) -> anyhow::Result<()> {
     let folder = model.model.file_name().unwrap_or(model.model.as_os_str()).to_string_lossy().into_owned();
     let service = StyleService::new(StyleOptions {
@@ -521,7 +524,7 @@ fn open_batcher(
     service: &Arc<StyleService>,
 ) -> anyhow::Result<(BatchedClassifier, BatchWorker)> {
     let StyleClassifier { classifier, tokenizer, temperature, .. } = StyleClassifier::open(model)?;
-    // Weak, since the service holds the classifier: a strong handle here would keep both for ever.
+    // Weak, because the service owns the classifier: a strong reference would be a cycle.
     let service = Arc::downgrade(service);
     let observer = Box::new(move |done: BatchStats| {
         if let Some(service) = service.upgrade() {
@@ -569,7 +572,7 @@ impl TextClassifier for BatchedClassifier {
     }
 }
 
-/// Completes a request of the service with probabilities made of the batcher's logits.
+/// Completes a request of the service with probabilities from the batcher's logits.
 struct BatchedRequest {
     request: Box<dyn PendingRequest>,
     temperature: f64,

@@ -61,7 +61,7 @@ struct ModelArgs {
     /// The model that an adapter was trained on
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
-    /// Most tokens of a text; of longer ones question and answer are shortened
+    /// Maximum tokens of a text; question and answer of longer ones are truncated
     #[arg(long = "max_length", visible_alias = "max-length", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     max_length: u32,
     /// Calibrate probabilities by the temperature that was fitted in training
@@ -99,21 +99,21 @@ fn print(text: &str) -> anyhow::Result<()> {
     out.flush().context("stdout")
 }
 
-/// An input or a setting that cannot be used: exit code 2.
+/// An error about an input or setting that cannot be used; the exit code is 2.
 fn usage(error: impl std::fmt::Display) -> anyhow::Error {
     crate::args::usage(error).into()
 }
 
 #[derive(Debug, Args)]
 pub struct TrainArgs {
-    /// A TOML file with the same keys; a flag goes before it
+    /// A TOML file with the same keys; flags override it
     #[arg(value_name = "CONFIG")]
     config: Option<PathBuf>,
     #[command(flatten)]
     flags: TrainFlags,
 }
 
-/// Flags of the training, with the names of the original training script.
+/// Options of the training. Options that transformers' `TrainingArguments` also has keep its names.
 #[derive(Debug, Args, Serialize)]
 #[command(rename_all = "snake_case")]
 pub struct TrainFlags {
@@ -129,7 +129,7 @@ pub struct TrainFlags {
     /// The classes in the order of their ids, NAME or NAME=ENGLISH; any other label is refused [default: those of the file]
     #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
     labels: Option<Vec<String>>,
-    /// Most tokens of a text; of longer ones question and answer are shortened [default: 512]
+    /// Maximum tokens of a text; question and answer of longer ones are truncated [default: 512]
     #[arg(long, visible_alias = "max-length", value_name = "N")]
     max_length: Option<u32>,
     /// Passes over what is learned [default: 3]
@@ -138,31 +138,32 @@ pub struct TrainFlags {
     /// Peak learning rate; it falls to 0 along a line [default: 2e-5]
     #[arg(long, visible_alias = "learning-rate", value_name = "RATE")]
     learning_rate: Option<f64>,
-    /// Dialogues of an optimizer step [default: 4]
+    /// Dialogues per optimizer step [default: 4]
     #[arg(long, visible_alias = "per-device-train-batch-size", value_name = "N")]
     per_device_train_batch_size: Option<u32>,
-    /// Texts of max_length that a pass has room for when nothing is learned; no result depends on it [default: 8]
+    /// Texts of max_length per forward pass in evaluations; results do not depend on it [default: 8]
     #[arg(long, visible_alias = "per-device-eval-batch-size", value_name = "N")]
     per_device_eval_batch_size: Option<u32>,
     /// Decoupled weight decay of matrices [default: 0.01]
     #[arg(long, visible_alias = "weight-decay", value_name = "SHARE")]
     weight_decay: Option<f64>,
-    /// Seeds head, order, splits, copies and resamples [default: 42]
+    /// Seed of classification head, data order, splits, augmented copies and resamples [default: 42]
     #[arg(long, value_name = "N")]
     seed: Option<u32>,
-    /// Ask the trained classifier about three dialogues
+    /// Classify three example dialogues after the training
     #[arg(long, visible_alias = "demo-inference", value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     demo_inference: Option<bool>,
-    /// Share of the steps with a rising learning rate [default: 0]
+    /// Share of the steps in which the learning rate warms up [default: 0]
     #[arg(long, visible_alias = "warmup-ratio", value_name = "SHARE")]
     warmup_ratio: Option<f64>,
-    /// What a dialogue of each class counts: all alike, or N / (K n_c), so that rare classes count as much as common ones [default: none]
+    /// Weights of the classes in the loss: none, or balanced, N / (K n_c), so that rare classes have as much weight as common ones
+    /// [default: none]
     #[arg(long, visible_alias = "class-weights", value_parser = class_weights())]
     class_weights: Option<String>,
-    /// Share of the target that is spread over all classes [default: 0]
+    /// Label smoothing: share of the target probability that is distributed over all classes [default: 0]
     #[arg(long, visible_alias = "label-smoothing", value_name = "SHARE")]
     label_smoothing: Option<f64>,
-    /// Changed copies of each dialogue that is learned from; never of one that chooses or measures [default: 0]
+    /// Augmented copies of each dialogue of the training split; dev and held-out dialogues have none [default: 0]
     #[arg(long, visible_alias = "augment-copies", value_name = "N")]
     augment_copies: Option<u32>,
     /// Epochs without a better loss on dev after which training stops; 0 for never [default: 0]
@@ -177,16 +178,17 @@ pub struct TrainFlags {
     /// Share of an adapter's inputs set to zero in training [default: 0]
     #[arg(long, visible_alias = "lora-dropout", value_name = "SHARE")]
     lora_dropout: Option<f64>,
-    /// Share of the dialogues that is held out and only measured on [default: 0.2, with num_folds 0]
+    /// Share of the dialogues that is held out for evaluation [default: 0.2, with num_folds 0]
     #[arg(long, visible_alias = "eval-share", value_name = "SHARE")]
     eval_share: Option<f64>,
-    /// Share of the others that chooses the best checkpoint and the temperature [default: 0.1, with fewer than 100 of them and without early stopping 0]
+    /// Dev split: share of the other dialogues, on which the best checkpoint is selected and the temperature fitted [default: 0.1; 0 with
+    /// fewer than 100 of them and without early stopping]
     #[arg(long, visible_alias = "dev-share", value_name = "SHARE")]
     dev_share: Option<f64>,
-    /// Also measure by cross-validation: train on all but one of so many parts, each held out once
+    /// Also evaluate by cross-validation with this number of folds
     #[arg(long, visible_alias = "num-folds", value_name = "N")]
     num_folds: Option<u32>,
-    /// Rounds of the cross-validation, each with parts of its own [default: 1]
+    /// Rounds of the cross-validation, each with different folds [default: 1]
     #[arg(long, visible_alias = "num-repeats", value_name = "N")]
     num_repeats: Option<u32>,
     /// Worker threads [default: all cores]
@@ -196,14 +198,14 @@ pub struct TrainFlags {
 
 fn class_weights() -> PossibleValuesParser {
     PossibleValuesParser::new([
-        PossibleValue::new("none").help("All alike"),
-        PossibleValue::new("balanced").help("Classes alike"),
+        PossibleValue::new("none").help("Every dialogue has the same weight"),
+        PossibleValue::new("balanced").help("Every class has the same weight"),
     ])
 }
 
 fn run_train(args: &TrainArgs) -> anyhow::Result<()> {
     let mut config = TrainConfig::new(toml::Table::try_from(&args.flags)?, args.config.as_deref())?;
-    // A file's paths are relative to its folder, a name on the hub is not.
+    // Paths in a file are relative to its folder, but a model's name on the hub is not: remove the folder that was added.
     let base = args.config.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
     if let Ok(name) = config.model_name_or_path.strip_prefix(base)
         && !config.model_name_or_path.parent().is_some_and(Path::exists)
@@ -224,13 +226,13 @@ fn run_train(args: &TrainArgs) -> anyhow::Result<()> {
 pub struct EvalArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Labelled dialogues (.json, .jsonl, .xlsx, .csv), which the model has not learned from
+    /// Labelled dialogues (.json, .jsonl, .xlsx, .csv) that the model was not trained on
     #[arg(long, value_name = "FILE")]
     file: PathBuf,
     /// Where to write eval.json and report.html
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Seeds the resamples
+    /// Seed of the bootstrap resamples
     #[arg(long, value_name = "N", default_value_t = 42)]
     seed: u64,
 }
@@ -256,19 +258,19 @@ pub struct DistillArgs {
     /// Dialogues that the teacher labels (.json, .jsonl, .xlsx, .csv); labels in it are ignored
     #[arg(long, value_name = "FILE")]
     unlabelled: PathBuf,
-    /// Labelled dialogues; a part of them is held out and only measured on
+    /// Labelled dialogues; a part of them is held out for evaluation
     #[arg(long, visible_alias = "train-file", value_name = "FILE")]
     train_file: Option<PathBuf>,
-    /// Labelled dialogues to measure on, in place of a part of train_file
+    /// Labelled dialogues for evaluation, in place of a part of train_file
     #[arg(long, visible_alias = "eval-file", value_name = "FILE")]
     eval_file: Option<PathBuf>,
     /// Where the student is written
     #[arg(long, visible_alias = "output-dir", value_name = "DIR")]
     output_dir: PathBuf,
-    /// Temperature: divides the logits of both models; above 1 the teacher's lesser guesses count too
+    /// Temperature that divides the logits of both models; above 1 the teacher's less likely classes have more weight
     #[arg(long, value_name = "T", default_value_t = 2.0)]
     temperature: f64,
-    /// Weight of a label where there is one; the teacher has the rest
+    /// Weight of the label's cross-entropy, for dialogues with a label; the KL divergence from the teacher has the rest
     #[arg(long, visible_alias = "hard-weight", value_name = "SHARE", default_value_t = 0.5)]
     hard_weight: f64,
     #[command(flatten)]
@@ -279,7 +281,7 @@ pub struct DistillArgs {
 #[derive(Debug, Args, Serialize)]
 #[command(rename_all = "snake_case")]
 struct StudentFlags {
-    /// Most tokens of a text [default: 512]
+    /// Maximum tokens of a text [default: 512]
     #[arg(long, visible_alias = "max-length", value_name = "N")]
     max_length: Option<u32>,
     /// Passes over what is learned [default: 3]
@@ -288,19 +290,19 @@ struct StudentFlags {
     /// Peak learning rate; it falls to 0 along a line [default: 2e-5]
     #[arg(long, visible_alias = "learning-rate", value_name = "RATE")]
     learning_rate: Option<f64>,
-    /// Dialogues of an optimizer step [default: 4]
+    /// Dialogues per optimizer step [default: 4]
     #[arg(long, visible_alias = "per-device-train-batch-size", value_name = "N")]
     per_device_train_batch_size: Option<u32>,
     /// Share of train_file that is held out [default: 0.2, with eval_file 0]
     #[arg(long, visible_alias = "eval-share", value_name = "SHARE")]
     eval_share: Option<f64>,
-    /// Share of what is learned from that chooses the best checkpoint instead [default: 0.1]
+    /// Dev split: share of the training dialogues that selects the best checkpoint and is not trained on [default: 0.1]
     #[arg(long, visible_alias = "dev-share", value_name = "SHARE")]
     dev_share: Option<f64>,
     /// Train an adapter of this rank and the head, not every weight
     #[arg(long, visible_alias = "lora-rank", value_name = "N")]
     lora_rank: Option<u32>,
-    /// Seeds head, order and splits [default: 42]
+    /// Seed of classification head, data order and splits [default: 42]
     #[arg(long, value_name = "N")]
     seed: Option<u32>,
     /// Worker threads [default: all cores]
@@ -326,7 +328,7 @@ fn run_distill(args: &DistillArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Ends of names of files with dialogues; any other holds texts as lines.
+/// File name extensions of files with dialogues; other files have one text per line.
 const DIALOGUES: [&str; 6] = ["json", "jsonl", "xlsx", "csv", "tsv", "parquet"];
 
 #[derive(Debug, Args)]
@@ -336,14 +338,14 @@ pub struct PredictArgs {
     /// A text
     #[arg(long, value_name = "TEXT", conflicts_with = "file")]
     text: Option<String>,
-    /// Dialogues (.json, .jsonl, .xlsx, .csv), or a text a line, two for a dialogue (用户问题：... and 回答：...); without --text and --file, lines
-    /// of stdin, or JSON lines there
+    /// Dialogues (.json, .jsonl, .xlsx, .csv), or one text per line, two lines for a dialogue (用户问题：... and 回答：...); without --text and
+    /// --file, lines of stdin, which may be JSON
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
-    /// Print a JSON object a text
+    /// Print one JSON object per text
     #[arg(long)]
     json: bool,
-    /// Name classes in English, where the model knows their English names
+    /// Print the English names of the classes, if the model has them
     #[arg(long)]
     english: bool,
 }
@@ -401,7 +403,7 @@ fn of_lines(name: &str, bytes: Vec<u8>) -> anyhow::Result<Vec<String>> {
     texts_of(&content).map_err(|problem| usage(format!("{name}: {problem}")))
 }
 
-/// A text that the tokenizer rejects is a usage error; every other error stays as it is.
+/// Converts the error of a text that the tokenizer rejects to a usage error with the text's number; returns other errors unchanged.
 fn place_of(error: anyhow::Error, model: &StyleClassifier, texts: &[&str]) -> anyhow::Error {
     let refused = texts.iter().enumerate().find_map(|(index, text)| Some((index, model.tokenizer.encode(text).err()?)));
     match refused {

@@ -1,4 +1,4 @@
-//! `querl sweep`: a search for settings on the validation split.
+//! `querl sweep`: hyperparameter search on the validation split.
 
 use crate::args::{Format, ThreadsArg};
 use crate::model_hub;
@@ -24,7 +24,7 @@ pub struct SweepArgs {
     /// Seeds that each combination is trained with
     #[arg(long, value_name = "S1,S2", value_delimiter = ',', required = true)]
     seeds: Vec<u64>,
-    /// What ranks combinations: a metric of the evaluations on the validation split; higher is better
+    /// The metric by which combinations are ranked, of the evaluations on the validation split; higher is better
     #[arg(long, value_name = "METRIC", default_value = "val/reward")]
     metric: String,
     /// Successive halving: the worse half of the combinations stops early, and again at twice the steps

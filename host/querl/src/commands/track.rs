@@ -67,7 +67,7 @@ pub fn run(args: &TrackArgs) -> anyhow::Result<()> {
     become_process(command).with_context(|| format!("{} cannot be started", python.display()))
 }
 
-/// `$PYTHON`, else `python3`.
+/// The Python interpreter: `$PYTHON`, else `python3`.
 fn python() -> OsString {
     std::env::var_os("PYTHON").filter(|python| !python.is_empty()).unwrap_or_else(|| "python3".into())
 }
@@ -77,8 +77,8 @@ fn no_such_python(python: &OsStr) -> Stop {
     usage(format!("{}: no such program; tracking needs Python: {remedy}", python.display()))
 }
 
-/// Prints whether there is a library of the first argument's name, and imports the package. A folder of that name, as wandb makes one for its
-/// records, has no origin.
+/// Python code that prints whether the library named by the first argument is installed, and imports `querl.track`. The test of the origin
+/// excludes a folder of the library's name, such as the one that wandb makes for its records.
 const IMPORT: &str = "\
 import importlib.util, sys
 library = importlib.util.find_spec(sys.argv[1])
@@ -86,8 +86,8 @@ print(bool(library and library.origin))
 import querl.track
 ";
 
-/// An error where the interpreter is missing, or does not have the package `querl`; it says also whether the library of the tracker is missing.
-/// Where that alone is, the package says so.
+/// Checks that the interpreter exists and has the package `querl`. The error also says if the tracker's library is missing. If only the
+/// library is missing, there is no error here, because the package reports it.
 fn check_packages(python: &OsStr, to: TrackerKind) -> anyhow::Result<()> {
     let imported = Command::new(python).args(["-c", IMPORT, to.name()]).stdin(Stdio::null()).output();
     let output = match imported {
@@ -114,19 +114,19 @@ fn check_packages(python: &OsStr, to: TrackerKind) -> anyhow::Result<()> {
     Err(usage(message).into())
 }
 
-/// `python -m querl.track`; with `follow` until the run directory is free.
+/// The command `python -m querl.track`; with `follow` it runs until the run directory is no longer locked.
 fn command(python: &OsStr, tracking: &TrackingConfig, dir: &Path, follow: bool) -> Command {
     let TrackingConfig { to, project, name, offline, samples } = tracking;
     let mut command = Command::new(python);
     command.args(["-m", "querl.track"]).arg(format!("--to={}", to.name())).arg(format!("--project={project}"));
     command.arg(format!("--samples={samples}")).args(name.as_ref().map(|name| format!("--name={name}")));
     command.args(offline.then_some("--offline")).args(follow.then_some("--follow"));
-    // A folder's name may begin with `-`.
+    // `--`, because a folder's name may begin with `-`.
     command.arg("--").arg(dir);
     command
 }
 
-/// Replaces this process, which keeps signals, output and exit code.
+/// Replaces this process by the command (`exec`), so that signals, output and exit code are the command's.
 #[cfg(unix)]
 fn become_process(mut command: Command) -> io::Result<()> {
     Err(std::os::unix::process::CommandExt::exec(&mut command))
@@ -138,11 +138,10 @@ fn become_process(mut command: Command) -> io::Result<()> {
     std::process::exit(status.code().unwrap_or(1))
 }
 
-/// Time for the last records at the end of a run; then the process continues in the background.
+/// Maximum time to wait for the last records at the end of a run; after it, the tracker's process continues in the background.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The process that mirrors the run of this command to a tracker, with the thread that waits for it. If it fails, one warning is
-/// printed.
+/// The process that mirrors this run to a tracker, and a thread that waits for it. If it fails, one warning is printed.
 pub struct TrackerProcess {
     to: TrackerKind,
     log: PathBuf,
@@ -163,7 +162,7 @@ impl TrackerProcess {
             if let Err(error) = mirror(&tracking, &root, &its_log) {
                 warn(to, &root, &failure::sentence(&error));
             }
-            // Nobody waits after the timeout.
+            // Fails after the timeout, when the receiver is dropped.
             let _ = sender.send(());
         };
         match std::thread::Builder::new().name("tracker".into()).spawn(work) {
@@ -175,7 +174,7 @@ impl TrackerProcess {
         }
     }
 
-    /// Waits a short time for the last records to be sent, except after an interrupt. The lock of the run directory must be free.
+    /// Waits up to [`FINISH_TIMEOUT`] until the last records are sent, except after an interrupt. The run directory must be unlocked.
     pub fn finish(self) {
         if interrupt::check().is_err() {
             return;
@@ -187,7 +186,7 @@ impl TrackerProcess {
     }
 }
 
-/// Runs the process to its end.
+/// Runs the tracker's process and waits for its end.
 fn mirror(tracking: &TrackingConfig, root: &Path, log: &Path) -> anyhow::Result<()> {
     let python = python();
     check_packages(&python, tracking.to)?;
@@ -196,7 +195,7 @@ fn mirror(tracking: &TrackingConfig, root: &Path, log: &Path) -> anyhow::Result<
     let stdout = output.try_clone().with_context(|| format!("{}: cannot be written", log.display()))?;
     let mut command = command(&python, tracking, root, true);
     command.stdin(Stdio::null()).stdout(stdout).stderr(output);
-    // A terminal's Ctrl-C and hangup reach querl alone.
+    // A process group of its own: Ctrl-C and hangup of the terminal reach only querl.
     #[cfg(unix)]
     std::os::unix::process::CommandExt::process_group(&mut command, 0);
     let status = command.status().with_context(|| format!("{} cannot be started", python.display()))?;

@@ -51,7 +51,7 @@ pub fn run(args: &FromLogArgs) -> anyhow::Result<()> {
     format.print(&report, || lines(args, &report).join("\n") + "\n")
 }
 
-/// Characters of a damaged line's problem.
+/// Maximum length of the shown problem of a damaged line.
 const MAX_PROBLEM_BYTES: usize = 200;
 
 fn lines(args: &FromLogArgs, report: &LogTableReport) -> Vec<String> {

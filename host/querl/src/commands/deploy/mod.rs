@@ -1,4 +1,4 @@
-//! `querl deploy`: writes one folder with everything that a server needs.
+//! `querl deploy`: writes a folder with everything that a server of the trained rewriters needs.
 
 use crate::args::{Format, one_of};
 use crate::new_folder::write_folder;
@@ -26,12 +26,12 @@ pub(crate) struct DeployArgs {
     format: Format,
 }
 
-/// A clap parser for `copy` or `reference`: whether the base model is copied.
+/// A clap value parser for `copy` or `reference`: whether the base model is copied.
 pub(crate) fn base_files() -> impl TypedValueParser<Value = BaseFiles> {
     one_of([("copy", BaseFiles::Copied, ""), ("reference", BaseFiles::Referenced, "")])
 }
 
-/// Files of the folder; `@NAMES@` in them are replaced.
+/// Templates of the folder's files, whose placeholders such as `@TENANTS@` are replaced.
 const FILES: [(&str, &str); 11] = [
     (".dockerignore", include_str!("files/dockerignore")),
     ("Dockerfile", include_str!("files/Dockerfile")),
@@ -46,7 +46,7 @@ const FILES: [(&str, &str); 11] = [
     ("querl-rewrite.service", include_str!("files/querl-rewrite.service")),
 ];
 
-/// Memory in addition to the weights: the KV cache, and the program with its plugins.
+/// Memory that the server needs in addition to the weights, for the KV cache, the program and plugins.
 const OTHER_MEMORY_MIB: u64 = 2048;
 
 pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// This program, as `querl`.
+/// Copies this program to the folder, as `querl`.
 fn copy_program(folder: &Path) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("the path of this program is unknown")?;
     let to = folder.join("querl");
@@ -99,7 +99,7 @@ fn filled(text: &str, deployment: &Deployment, base: BaseFiles, is_chinese: bool
         true => "      - ${BASE_MODEL:?the folder of the base model}:/opt/querl/base:ro\n",
         false => "",
     };
-    // Weights that are stored in 16 bits may be computed in 32.
+    // Twice the size of the weights: those stored in 16 bits may be converted to 32.
     let memory_mib = (2 * model_bytes).div_ceil(1 << 20) + OTHER_MEMORY_MIB;
     let tenant = tenants.first().map_or("", String::as_str);
     [

@@ -1,4 +1,4 @@
-//! `querl export verl`, `trl`, `swift` and `openrlhf`: a run as a folder that another engine trains from.
+//! `querl export verl`, `trl`, `swift` and `openrlhf`: exports a run as a folder with which another engine trains.
 
 use crate::args::{Format, load_config, one_of};
 use crate::commands::deploy::base_files;
@@ -58,7 +58,7 @@ pub(super) fn verl(args: &VerlArgs) -> anyhow::Result<()> {
     engine.print(&exported)
 }
 
-/// Writes the folder of one engine.
+/// Function that writes the folder for one engine.
 type Export = fn(&ExportedRun, BaseFiles, &Path) -> anyhow::Result<Exported>;
 
 pub(super) fn run(args: &EngineArgs, export: Export) -> anyhow::Result<()> {
@@ -67,7 +67,7 @@ pub(super) fn run(args: &EngineArgs, export: Export) -> anyhow::Result<()> {
     args.print(&exported)
 }
 
-/// The run in a folder, or that of a configuration.
+/// Opens the run in a folder, or the run of a configuration file.
 fn open(path: &Path) -> anyhow::Result<ExportedRun> {
     if path.is_dir() {
         return ExportedRun::in_folder(path);

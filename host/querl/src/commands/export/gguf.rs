@@ -1,4 +1,4 @@
-//! `querl export gguf`: a model for llama.cpp.
+//! `querl export gguf`: writes a model as a GGUF file for llama.cpp.
 
 use crate::args::{Format, one_of, usage};
 use crate::model_hub;
@@ -44,7 +44,7 @@ pub(super) fn run(args: &GgufArgs) -> anyhow::Result<()> {
     args.format.print(&exported, || text(&exported, &args.out))
 }
 
-/// What was written, and how the client must read the responses.
+/// The written file, and a note if a client must convert the responses.
 #[derive(Serialize)]
 struct Exported {
     #[serde(flatten)]
@@ -53,7 +53,7 @@ struct Exported {
     note: Option<String>,
 }
 
-/// Folders of the model and of the adapter, and the form of its responses.
+/// Folders of the model and its adapter, and the form of the model's responses.
 fn trained_model(args: &GgufArgs) -> anyhow::Result<(PathBuf, Option<PathBuf>, RewriteForm)> {
     if !RunDir::new(&args.model).config().is_file() {
         return Ok((model_hub::folder(&args.model)?, args.adapter.clone(), RewriteForm::Full));

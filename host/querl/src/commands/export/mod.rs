@@ -1,5 +1,5 @@
-//! `querl export`: a trained model in the formats of other programs, or a run for other engines. `querl model export` writes the format of
-//! transformers and vLLM.
+//! `querl export`: exports a trained model in the format of another program, or a run for other engines. For the format of transformers and
+//! vLLM see `querl model export`.
 
 mod engines;
 mod gguf;

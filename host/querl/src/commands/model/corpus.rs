@@ -1,4 +1,4 @@
-//! `querl model corpus`: the pretraining corpus of a small model from a tenant's knowledge base, and the file for `querl model pretrain`.
+//! `querl model corpus`: writes the pretraining corpus of a small model from a tenant's knowledge base, and a file for `model pretrain`.
 
 use crate::args::{Format, load_config, usage};
 use crate::model_hub;
@@ -27,7 +27,7 @@ pub(crate) struct CorpusArgs {
     /// Lines of the corpus [default: 48000, or 12 for each text of the knowledge base where that is more]
     #[arg(long, value_name = "N")]
     lines: Option<usize>,
-    /// Decides what is drawn; also the seed of the pretraining
+    /// Seed of the sampling of lines; also that of the pretraining
     #[arg(long, value_name = "N", default_value_t = 42)]
     seed: u32,
     /// Also write a file for `querl model pretrain`, with vocabulary and shape by the size of the texts
@@ -68,9 +68,9 @@ pub(super) fn run(args: &CorpusArgs) -> anyhow::Result<()> {
     args.format.print(&result, || lines(&args.out, &summary, recipe))
 }
 
-/// An error where an output is a folder, or would replace the other one or an input.
+/// Refuses an output that is a folder, or that would replace an input or the other output.
 fn check_outputs(args: &CorpusArgs, config: &Config) -> Result<(), Stop> {
-    // Of a file that exists the path without links.
+    // Symbolic links are resolved if the file exists.
     let place =
         |path: &Path| path.canonicalize().or_else(|_| std::path::absolute(path)).unwrap_or_else(|_| path.into());
     let retrieval = &config.retrieval;
@@ -125,7 +125,7 @@ fn lines(corpus: &Path, summary: &CorpusSummary, recipe: Option<(&Path, &Recipe)
     text
 }
 
-/// Corpus and model as the file for `pretrain` names them: against its folder where they are below it, else absolute.
+/// Paths of corpus and model in the file for `pretrain`: relative to its folder if they are below it, else absolute.
 fn recipe_paths(file: &Path, corpus: &Path, model: &Path) -> anyhow::Result<(String, String)> {
     let absolute = |path: &Path| {
         std::path::absolute(path)

@@ -1,4 +1,4 @@
-//! `querl model merge`, `export` and `init`: models and adapters as files for other programs, and random models.
+//! `querl model merge`, `export` and `init`: writes models and adapters for other programs, and models with random weights.
 
 use crate::args::{Format, one_of, usage};
 use crate::model_hub;
@@ -34,7 +34,7 @@ pub(crate) struct ExportArgs {
     /// A Hugging Face directory, or a model's name on the hub
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// Write this adapter alone, checked against the model, not the model
+    /// Write only this adapter, after a check that it fits the model
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
     #[command(flatten)]
@@ -46,10 +46,10 @@ struct OutputArgs {
     /// Where to write: a new or empty folder
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Type of the weights; as they are stored where it is left out
+    /// Type of the written weights [default: as they are stored]
     #[arg(long, value_parser = stored_dtype())]
     dtype: Option<DType>,
-    /// Largest file of weights: a number with MB or GB
+    /// Maximum size of a file of weights: a number with MB or GB
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = size)]
     max_shard_size: u64,
     #[command(flatten)]
@@ -60,7 +60,7 @@ fn stored_dtype() -> impl TypedValueParser<Value = DType> {
     one_of([("f32", DType::F32, ""), ("bf16", DType::BF16, ""), ("f16", DType::F16, "")])
 }
 
-/// `5GB`, `200MB`: powers of ten, as transformers counts them.
+/// Parses a size such as `5GB` or `200MB` to bytes. Units are powers of ten, as in transformers.
 fn size(text: &str) -> Result<u64, String> {
     let units = [("GB", 1_000_000_000), ("MB", 1_000_000)];
     let parsed = units.into_iter().find_map(|(unit, bytes)| {
@@ -104,7 +104,7 @@ fn write_adapter(model: &Path, adapter: &LoraAdapter, args: &OutputArgs) -> anyh
     if is_taken {
         return Err(usage(format!("{}: is not empty; name a new folder", args.out.display())).into());
     }
-    // A path would only be right on this machine.
+    // The folder name, because a path is only valid on this machine.
     let model = model.canonicalize().with_context(|| format!("{}: cannot be found", model.display()))?;
     let base = model.file_name().unwrap_or(model.as_os_str()).to_string_lossy().into_owned();
     adapter.save_as(&args.out, &base, dtype)?;
@@ -118,7 +118,7 @@ fn write_adapter(model: &Path, adapter: &LoraAdapter, args: &OutputArgs) -> anyh
     print_exported(args.format, &args.out, &exported, "parameters")
 }
 
-/// `what`: the kind of parameters.
+/// Prints what was written. `what`: kind of parameters, for the text output.
 fn print_exported(format: Format, out: &Path, exported: &Exported, what: &str) -> anyhow::Result<()> {
     let Exported { n_parameters, n_bytes, dtype, files } = exported;
     if format.json {
@@ -140,13 +140,13 @@ pub(crate) struct InitArgs {
     /// Make the model in memory, report size and time, and discard it
     #[arg(long, conflicts_with = "out")]
     no_save: bool,
-    /// Only cpu (and auto, which is cpu here); querl-bench makes models on a GPU
+    /// Only cpu, or auto, which is cpu here; querl-bench creates models on a GPU
     #[arg(long, value_name = "DEVICE", default_value = "auto", conflicts_with = "out")]
     device: String,
-    /// How the weights are stored: f32, bf16, f16; with --no-save int8, fp8 and nf4 too
+    /// Type of the weights: f32, bf16, f16; with --no-save also int8, fp8 and nf4
     #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = storage)]
     dtype: BaseDtype,
-    /// Decides the weights
+    /// Seed of the random weights
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Worker threads [default: all cores]

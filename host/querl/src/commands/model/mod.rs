@@ -1,5 +1,5 @@
-//! `querl model`: inspects models and prints their log-probabilities; see `export` and `pretrain` for what writes models, and `corpus` for what one
-//! is pretrained on.
+//! `querl model`: inspects models and prints log-probabilities. `export.rs` and `pretrain.rs` have the commands that write models, and
+//! `corpus.rs` the one that writes a pretraining corpus.
 
 mod corpus;
 mod export;
@@ -41,7 +41,7 @@ pub(crate) enum ModelCommand {
     Corpus(corpus::CorpusArgs),
     /// Pretrain a small model of one domain from a text: tokenizer, random weights, training
     Pretrain {
-        /// What to make and from what
+        /// The file of the pretraining: corpus, output folder, shape, training settings; `querl model corpus` writes one
         #[arg(value_name = "CONFIG")]
         config: PathBuf,
     },
@@ -143,7 +143,7 @@ pub(crate) struct LogprobsArgs {
     /// Lines of {"token_ids": [...]} or {"text": "..."}; control tokens in a text are recognised
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
-    /// Add to each line the largest difference from candle-transformers' decoder of the same model: code of other people
+    /// Add to each line the largest difference from candle-transformers' decoder of the same model, an independent implementation
     #[arg(long, conflicts_with = "adapter")]
     second_opinion: bool,
 }
@@ -163,7 +163,7 @@ struct LogprobsOutput {
     largest_difference: Option<f32>,
 }
 
-/// Prints a line for each line of the input.
+/// Runs `querl model logprobs`: prints one line of JSON per input line.
 fn logprobs(args: &LogprobsArgs) -> anyhow::Result<()> {
     let model = model_hub::folder(&args.model)?;
     let decoder = Decoder::load(&model, Weights::Frozen).map_err(Stop::of_model)?;
@@ -223,7 +223,7 @@ fn line_logprobs(
     Ok(LogprobsOutput { token_ids, logprobs, largest_difference: None })
 }
 
-/// Of a line's log-probabilities from those that the other decoder's hidden states give; 0 where there are none.
+/// Largest difference of a line's log-probabilities from those of the other decoder's hidden states; 0 for fewer than two tokens.
 fn largest_difference(decoder: &Decoder, other: &SecondOpinion, line: &LogprobsOutput) -> anyhow::Result<f32> {
     let Some((_, context)) = line.token_ids.split_last().filter(|(_, context)| !context.is_empty()) else {
         return Ok(0.0);

@@ -1,4 +1,4 @@
-//! `querl model pretrain`: a small model of one domain from a text: tokenizer, random weights, training.
+//! `querl model pretrain`: pretrains a small model for one domain on a corpus: trains a tokenizer, initialises random weights, trains.
 
 use crate::args::usage;
 use crate::terminal::{self, StageProgress};
@@ -22,7 +22,7 @@ use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// What to make and from what; paths are relative to the file.
+/// Content of the file for `querl model pretrain`. Paths are relative to the file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PretrainConfig {
@@ -30,14 +30,14 @@ struct PretrainConfig {
     output_dir: PathBuf,
     seed: u64,
     vocab_size: toml::Spanned<usize>,
-    /// Share of the lines that differ, held out to choose the best weights; 0 for none.
+    /// Share of the distinct lines that is held out to select the best weights, 0 to 0.5; 0 for none.
     #[serde(default)]
     val_share: f64,
     model: small_model::Shape,
     train: SftConfig,
 }
 
-/// A line of the corpus: a text, or a conversation whose answer is learned.
+/// A line of the corpus: a text; or a conversation, where only the last message is trained on.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum CorpusLine {
@@ -45,7 +45,7 @@ enum CorpusLine {
     Chat { messages: Vec<Message> },
 }
 
-/// The lines of a corpus, with their 1-based numbers in its file.
+/// The lines of a corpus, with their 1-based line numbers.
 struct Corpus {
     path: PathBuf,
     numbers: Vec<usize>,
@@ -53,7 +53,7 @@ struct Corpus {
 }
 
 impl Corpus {
-    /// Reads the corpus that the file `pretrain` names.
+    /// Reads a corpus. `pretrain`: the file that names it, for error messages.
     fn read(path: PathBuf, pretrain: &Path) -> Result<Self, Stop> {
         let shown = path.display();
         if !path.exists() {
@@ -108,7 +108,7 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     let output = folder.join(&config.output_dir);
     let corpus = Corpus::read(folder.join(&config.corpus), path)?;
     let texts: Vec<String> = corpus.lines.iter().flat_map(texts_of).collect();
-    // In a folder of its own until it is complete: an old model is never replaced in part.
+    // The model is written to a folder of its own until it is complete, so that an earlier model is not replaced in part.
     let (work, new) = (output.join(PRETRAIN_FOLDER), output.join(PRETRAIN_FOLDER).join("model"));
     let _lock = DirLock::take(&output).map_err(|error| match error {
         DirLockError::InUse { folder, holder } => {
@@ -128,12 +128,12 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
         })
         .and_then(|decoder_config| make(decoder_config, &corpus, &config, &new, &fingerprint));
     let summary = made.inspect_err(|_| {
-        // Kept where there is something to resume from.
+        // Removes the folder unless it has a checkpoint to resume from.
         if !work.join(STATE).exists() {
             let _ = std::fs::remove_dir_all(&work);
         }
     })?;
-    // An earlier model is not replaced in part.
+    // No interrupt between the files: an earlier model must not be replaced in part.
     let _at_safe_points = interrupt::at_safe_points();
     move_files(&new, &output).with_context(|| format!("{}: cannot be written", output.display()))?;
     std::fs::remove_dir_all(&work).with_context(|| format!("{}: cannot be removed", work.display()))?;
@@ -144,11 +144,11 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Keys of `[sft]` that are read in `[train]` and have no effect: there is no adapter and no stage that follows.
+/// Keys of `[sft]` that have no effect in `[train]`, because there is no adapter and no later stage.
 const WITHOUT_EFFECT: [&str; 8] =
     ["method", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora", "on_noise"];
 
-/// The parser's message about an unknown key, with the nearest key and without those that have no effect.
+/// Converts the parser's message about an unknown key: adds the nearest key, and omits the keys without effect.
 fn with_usable_keys(message: &str) -> String {
     let Some((what, known)) = message.split_once(", expected one of ") else { return message.to_owned() };
     let known = known.split('`').skip(1).step_by(2);
@@ -158,7 +158,7 @@ fn with_usable_keys(message: &str) -> String {
     format!("{what}{} (expected one of `{}`)", near.unwrap_or_default(), known.join("`, `"))
 }
 
-/// A message about the new model's config.json, with the keys of `[model]`.
+/// Converts a message about the new model's config.json: replaces its keys by those of `[model]`.
 fn with_own_keys(message: &str, file: &Path) -> String {
     let keys = [
         ("num_attention_heads", "model.n_heads"),
@@ -170,7 +170,7 @@ fn with_own_keys(message: &str, file: &Path) -> String {
     keys.into_iter().fold(message, |message, (name, key)| message.replace(name, key))
 }
 
-/// A note where the last evaluation was the best: the loss on held-out lines may fall further.
+/// A note if the last evaluation was the best: with more steps the loss on held-out lines would probably decrease.
 fn unfinished(summary: &SftSummary, train: &SftConfig, path: &Path) -> Option<String> {
     let is_unfinished = summary.best_val_loss.is_some() && summary.best_step == summary.n_steps;
     let longer = match train.max_steps {
@@ -184,12 +184,12 @@ fn unfinished(summary: &SftSummary, train: &SftConfig, path: &Path) -> Option<St
         .then(|| format!("the last step has the best held-out loss; {longer} in {file}) would probably lower it"))
 }
 
-/// Whether a text is the configuration of a run: `tenant` is required there and has no place here.
+/// True if a text is the configuration of a run, by the key `tenant`, which is required there and unknown here.
 fn is_run_config(text: &str) -> bool {
     text.parse::<toml::Table>().is_ok_and(|table| table.contains_key("tenant"))
 }
 
-/// Trains a model from random weights and writes it to the folder of its tokenizer.
+/// Trains a model from random weights and writes it to `new`, the folder of its tokenizer.
 fn make(
     decoder_config: DecoderConfig,
     corpus: &Corpus,
@@ -235,8 +235,8 @@ struct Examples {
     val: Vec<Example>,
 }
 
-/// Digests of the lines that are held out: of those that differ the first by digest, at least one, and not all. Equal lines are on the same side, so
-/// that the loss is of lines that were not learned.
+/// Digests of the held-out lines: the first `share` of the distinct digests in ascending order; at least one and not all of them. Equal
+/// lines are in the same split, so that no held-out line is trained on.
 fn held_out_lines(lines: &[CorpusLine], share: f64, seed: u64) -> BTreeSet<String> {
     if share <= 0.0 {
         return BTreeSet::new();
@@ -250,7 +250,7 @@ fn line_digest(line: &CorpusLine, seed: u64) -> String {
     digest_hex(format!("{seed} {}", texts_of(line).join("\0")).as_bytes())
 }
 
-/// What of `[train]` cannot be used; adapters have no place in a model that is made from nothing.
+/// Checks values of `[train]` and `val_share`.
 fn check(config: &PretrainConfig) -> Result<(), String> {
     let train = &config.train;
     let counts = [
@@ -317,7 +317,7 @@ fn train(
     Ok(summary)
 }
 
-/// Most tokens of one forward and backward pass: small models need little memory for each.
+/// Maximum number of tokens of a forward and backward pass. Small models need little memory per token.
 const TOKENS_PER_PASS: usize = 8192;
 
 fn texts_of(line: &CorpusLine) -> Vec<String> {
@@ -327,7 +327,8 @@ fn texts_of(line: &CorpusLine) -> Vec<String> {
     }
 }
 
-/// A text is learned from its first token on, behind an end of text; of a conversation only the answer is learned.
+/// The training example of a line. A text is the response to an end-of-text token, so that all its tokens are trained on; of a conversation
+/// only the last message is.
 fn example(line: &CorpusLine, tokenizer: &TextTokenizer) -> anyhow::Result<Example> {
     Ok(match line {
         CorpusLine::Text { text } => {

@@ -1,4 +1,4 @@
-//! `querl plugin bench`: fuel, time and memory of a plugin by batch size, and limits that leave room above them.
+//! `querl plugin bench`: measures fuel, time and memory of a plugin by batch size, and suggests limits with a margin.
 
 mod episodes;
 
@@ -23,17 +23,17 @@ pub struct BenchArgs {
     /// A bundle, a component or a source folder
     #[arg(value_name = "PATH")]
     path: PathBuf,
-    /// Episodes to call it with, as a run records them or written by hand [default: 256 made-up ones]
+    /// Episodes to call it with, as a run records them or written by hand [default: 256 generated ones]
     #[arg(long, value_name = "FILE.jsonl")]
     episodes: Option<PathBuf>,
-    /// Sizes of batches
+    /// Batch sizes
     #[arg(long, value_name = "N,N", value_delimiter = ',', default_values_t = [1, 8, 64],
           value_parser = clap::value_parser!(u32).range(1..=10_000))]
     batch: Vec<u32>,
-    /// A setting of the plugin: TOML value; a bare word is a text
+    /// A setting of the plugin: TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     settings: Vec<String>,
-    /// Suggested limits are the most that was measured, times this
+    /// Factor between the measured maximum and the suggested limits
     #[arg(long, value_name = "FACTOR", default_value_t = 4.0, value_parser = factor)]
     margin: f64,
     #[command(flatten)]
@@ -70,12 +70,13 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<()> {
     args.format.print(&result, || report_text(&bench, &results, &suggestion))
 }
 
-/// Calls of one batch size: enough for a 95th percentile, and no longer than a person waits.
+/// Maximum and minimum number of calls per batch size. The maximum is enough for a 95th percentile; after [`PATIENCE`], only the minimum is
+/// measured.
 const MOST_CALLS: usize = 500;
 const FEWEST_CALLS: usize = 5;
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// A loaded plugin, how long loading took, and the calls heard of.
+/// A loaded plugin, the duration of its compilation and loading, and the observed calls.
 struct Bench {
     plugin: Plugin,
     compile: Duration,
@@ -91,7 +92,7 @@ struct Call {
     memory_bytes: usize,
 }
 
-/// The calls of one kind and batch size.
+/// The measured calls of one kind of plugin and one batch size.
 #[derive(Debug, Clone)]
 struct Measured {
     kind: PluginKind,
@@ -114,11 +115,11 @@ impl Heard {
 }
 
 impl Bench {
-    /// Loads the plugin into an empty cache, and again from it.
+    /// Loads the plugin twice: first with an empty cache of compiled code, which measures compilation, then from the cache.
     fn open(path: &Path) -> anyhow::Result<Self> {
         let cache = tempfile::tempdir().context("no folder for temporary files")?;
         let heard = Heard::default();
-        // So that building is no part of the time.
+        // The build of a source folder is not measured.
         if path.is_dir() {
             querl_plugin::build(path)?;
         }
@@ -139,9 +140,9 @@ impl Bench {
         Ok(Self { plugin, compile, load, host, heard })
     }
 
-    /// Calls `job` with batches of `n_items` until there is enough to tell.
+    /// Measures calls of `job` with batches of `n_items`.
     fn measure(&self, job: &Job<'_>, n_items: usize) -> Result<Measured, PluginFault> {
-        // The first call touches memory for the first time; a run makes thousands.
+        // Warm-up: the first call is slower, because memory pages are used for the first time.
         job.call(0, n_items)?;
         self.heard.take();
         let start = Instant::now();
@@ -155,7 +156,7 @@ impl Bench {
     }
 }
 
-/// A configured plugin of one kind with what it is called with.
+/// A configured plugin of one kind, and the inputs of its calls.
 struct Job<'a> {
     kind: PluginKind,
     port: Port<'a>,
@@ -198,7 +199,7 @@ impl<'a> Job<'a> {
         Ok(Self { kind, port })
     }
 
-    /// The batch of place `index`, in a round over what there is.
+    /// Calls the plugin with batch number `index`; the inputs are repeated cyclically.
     fn call(&self, index: usize, n_items: usize) -> Result<(), PluginFault> {
         match &self.port {
             Port::Filter(filter, samples) => filter.check_batch(&batch(samples, index, n_items)).map(drop),
@@ -214,12 +215,12 @@ impl<'a> Job<'a> {
     }
 }
 
-/// `n_items` from a place that moves on by as many each time; a batch has each id once where there are enough.
+/// Batch number `index` of `n_items` items, which are repeated cyclically. With enough items, no id occurs twice in a batch.
 fn batch<T: Clone>(items: &[T], index: usize, n_items: usize) -> Vec<T> {
     items.iter().cycle().skip(index * n_items % items.len()).take(n_items).cloned().collect()
 }
 
-/// A slow machine, a busy one, a first call: wall-clock time varies more than instructions do.
+/// Additional factor of the suggested time limit: wall-clock time varies more than fuel, by machine, load and first calls.
 const TIME_MARGIN: f64 = 5.0;
 const LEAST_TIMEOUT_MS: u64 = 500;
 const MEMORY_STEP: usize = 1 << 20;
@@ -233,7 +234,7 @@ struct Suggestion {
 }
 
 impl Suggestion {
-    /// The most that any call used, times `margin`, rounded up to figures that a person reads.
+    /// The maximum over all calls times `margin`, rounded up to two digits.
     fn of(results: &[Measured], margin: f64) -> Self {
         let calls = || results.iter().flat_map(|result| &result.calls);
         let wall_ms = calls().map(|call| call.wall.as_secs_f64() * 1e3).fold(0.0, f64::max);
@@ -249,7 +250,7 @@ impl Suggestion {
         }
     }
 
-    /// `[limits]` of plugin.toml, to paste.
+    /// The section `[limits]` for plugin.toml.
     fn to_toml(self) -> String {
         let Self { fuel_per_call, fuel_per_item, timeout_ms, memory_bytes } = self;
         format!(
@@ -259,15 +260,15 @@ impl Suggestion {
     }
 }
 
-/// Where the fuel of a call goes: to start an instance, and to each item.
+/// Fuel of a call, divided into a constant part (starting an instance) and a part per item.
 struct FuelCost {
     call: f64,
     item: f64,
 }
 
 impl FuelCost {
-    /// The largest batch of the kind of `result` against its smallest tells what an item more costs. What single calls of the
-    /// smallest differ by is an item heavier than others.
+    /// Estimates both parts from the batches of the same kind as `result`. Fuel per item: the difference between the largest and the
+    /// smallest batch size per additional item, plus the spread of the calls of the smallest, since items differ.
     fn of(results: &[Measured], result: &Measured) -> Self {
         let of_kind = || results.iter().filter(|other| other.kind == result.kind);
         let smallest = of_kind().min_by_key(|other| other.n_items).unwrap_or(result);
@@ -285,7 +286,7 @@ impl FuelCost {
     }
 }
 
-/// Two leading digits: 1234 becomes 1300.
+/// Rounds up to two leading digits: 1234 becomes 1300.
 fn round_up(value: u64) -> u64 {
     let mut step = 1;
     while value / step >= 100 {
@@ -294,7 +295,7 @@ fn round_up(value: u64) -> u64 {
     value.div_ceil(step) * step
 }
 
-/// Fuel and microseconds by item at three places of the calls, in order of size.
+/// Median, 95th percentile and maximum of fuel and microseconds per item, and the maximum of memory.
 struct Figures {
     fuel: [f64; 3],
     micros: [f64; 3],
@@ -302,7 +303,6 @@ struct Figures {
 }
 
 impl Figures {
-    /// Median, 95th percentile and most.
     fn of(result: &Measured) -> Self {
         let by_item = |value: fn(&Call) -> f64| {
             let mut values: Vec<f64> = result.calls.iter().map(|call| value(call) / result.n_items as f64).collect();
@@ -393,7 +393,7 @@ mod tests {
 
     #[test]
     fn limits_are_the_most_that_was_measured_with_room_and_round() {
-        // 100 to start, 10 an item, one of them 15.
+        // 100 per call, 10 per item, and one item of 15.
         let suggestion = Suggestion::of(&[result(1, [110, 115]), result(11, [210, 210])], 4.0);
         let expected = Suggestion { fuel_per_call: 460, fuel_per_item: 60, timeout_ms: 1400, memory_bytes: 5 << 20 };
         assert_eq!(suggestion, expected);

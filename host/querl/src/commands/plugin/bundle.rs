@@ -1,4 +1,4 @@
-//! `querl plugin pack`, `sign`, `verify`, `push` and `pull`: bundles from folder to registry.
+//! `querl plugin pack`, `sign`, `verify`, `push` and `pull`: packs, signs, verifies and distributes bundles.
 
 use crate::args::Format;
 use crate::terminal;
@@ -16,7 +16,7 @@ use serde_json::json;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// Enough to see a plugin that draws random numbers; `querl plugin test` repeats more.
+/// Repetitions of a call in the test of determinism: enough to detect random numbers. `querl plugin test` has more.
 const N_REPEATS: usize = 20;
 
 #[derive(Debug, Args)]
@@ -37,8 +37,8 @@ pub struct PackArgs {
     format: Format,
 }
 
-/// Runs `querl plugin pack`: builds the folder, packs it, tests the bundle, and writes it if it conforms to the contract. The
-/// same folder gives the same bytes.
+/// Runs `querl plugin pack`: builds the folder, packs it, tests the bundle, and writes it if it conforms to the contract. Packing is
+/// reproducible: the same folder gives the same bytes.
 pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
     let folder = &args.folder;
     super::folder::check(folder)?;
@@ -73,12 +73,12 @@ pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
     print_packed(&path, &bundle, bytes.len(), key.as_ref(), args.format)
 }
 
-/// The bundle's place in `folder`, as a person would write it.
+/// Path of the bundle in `folder`, without `./`.
 fn bundle_path(folder: &Path, manifest: &Manifest) -> PathBuf {
     if folder == Path::new(".") { manifest.file_name().into() } else { folder.join(manifest.file_name()) }
 }
 
-/// Tests what would be handed out, not what it was made from.
+/// Runs the conformance suite on the bundle's bytes, not on the folder that they were packed from.
 fn test_bundle(manifest: &Manifest, bytes: &[u8]) -> anyhow::Result<()> {
     let folder = tempfile::tempdir().context("no folder for temporary files")?;
     let path = folder.path().join(manifest.file_name());
@@ -114,8 +114,8 @@ pub struct SignArgs {
     /// The private key: ed25519, PKCS#8 PEM, as `openssl genpkey -algorithm ed25519` writes it too
     #[arg(long, value_name = "FILE", required_unless_present = "new_key")]
     key: Option<PathBuf>,
-    /// Make a new private key in this file, with the public key in FILE.pub, and print that one; with --key, write that key again in
-    /// the form that OpenSSL reads
+    /// Create a private key in this file and its public key in FILE.pub, and print the public key; with --key, write that key again in the
+    /// form that OpenSSL reads
     #[arg(long, value_name = "FILE")]
     new_key: Option<PathBuf>,
     #[command(flatten)]
@@ -156,7 +156,7 @@ fn write_key(key: &SigningKey, path: &Path) -> anyhow::Result<()> {
         .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", public.display())).into())
 }
 
-/// Refuses a path that is no file.
+/// Refuses a path that is not a file.
 fn check_file(path: &Path, expected: &str) -> Result<(), Stop> {
     let problem = match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => "is a folder",
@@ -171,7 +171,7 @@ fn open_bundle(path: &Path) -> anyhow::Result<Bundle> {
     Ok(Bundle::open(path)?)
 }
 
-/// Reads a private key; says where it is in a form that other tools do not read.
+/// Reads a private key; prints a note if it is in a form that OpenSSL does not read.
 fn read_key(path: &Path) -> anyhow::Result<SigningKey> {
     check_file(path, "a private key, which `querl plugin sign --new-key FILE` makes")?;
     let key = SigningKey::read(path)?;
@@ -185,7 +185,7 @@ fn read_key(path: &Path) -> anyhow::Result<SigningKey> {
     Ok(key)
 }
 
-/// Public keys as arguments: `ed25519:...`, or PEM files.
+/// Parses public keys of the command line: `ed25519:...`, or paths of PEM files.
 fn public_keys(texts: &[String]) -> anyhow::Result<Vec<PublicKey>> {
     let key = |text: &String| -> anyhow::Result<PublicKey> {
         let path = Path::new(text);
@@ -201,7 +201,7 @@ fn public_keys(texts: &[String]) -> anyhow::Result<Vec<PublicKey>> {
     texts.iter().map(key).collect()
 }
 
-/// What is printed of a signed bundle.
+/// The line that is printed for a signed bundle.
 fn signed_line(path: &Path, digest: &str, key: &str) -> String {
     format!("{} {digest} signed by {key}\n", path.display())
 }
@@ -220,15 +220,14 @@ pub struct VerifyArgs {
     /// The bundle
     #[arg(value_name = "BUNDLE")]
     bundle: PathBuf,
-    /// Require a signature by this public key, as `querl plugin sign` prints it, or a PEM file; of any one where there are several
+    /// Require a signature by this public key, as `querl plugin sign` prints it, or a PEM file; if given several times, by one of them
     #[arg(long, value_name = "PUBLIC")]
     key: Vec<String>,
     #[command(flatten)]
     format: Format,
 }
 
-/// Runs `querl plugin verify`: checks every byte against its digest and every signature; if keys are given, requires a signature
-/// by one of them.
+/// Runs `querl plugin verify`: checks all digests and signatures; if keys are given, requires a signature by one of them.
 pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
     let keys = public_keys(&args.key)?;
     let bundle = open_bundle(&args.bundle).map_err(verdict)?;
@@ -249,7 +248,7 @@ pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
     })
 }
 
-/// A bundle that does not stand the check is this command's answer, not a wrong use of it.
+/// Converts the error about an invalid bundle to a failure (exit code 1): it is the result of this command, not a usage error.
 fn verdict(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref::<BundleError>() {
         Some(BundleError::Archive { .. } | BundleError::Untrusted { .. }) => anyhow::anyhow!("{error}"),
@@ -278,21 +277,21 @@ pub struct PullArgs {
     /// Replace a bundle there even if it is another one, or a signature is lost
     #[arg(long)]
     force: bool,
-    /// Accept only a bundle that this public key, or one of several, has signed; the key, or a PEM file
+    /// Accept only a bundle that is signed by this public key, or by one of several; the key, or a PEM file
     #[arg(long, value_name = "PUBLIC")]
     key: Vec<String>,
     #[command(flatten)]
     format: Format,
 }
 
-/// Where, and how it is spoken to. Credentials are QUERL_REGISTRY_USER and QUERL_REGISTRY_PASSWORD for QUERL_REGISTRY_HOST, else
-/// those of `docker login`.
+/// Options for a registry. Credentials are QUERL_REGISTRY_USER and QUERL_REGISTRY_PASSWORD for QUERL_REGISTRY_HOST, or else those of
+/// `docker login`.
 #[derive(Debug, Args)]
 struct RegistryArgs {
     /// HOST[:PORT]/REPO[:VERSION], REPO ending with the plugin's id; without a version, the bundle's own or the highest
     #[arg(value_name = "REFERENCE")]
     reference: String,
-    /// Speak plain http to another machine too, without credentials: anybody on the way can read and change everything
+    /// Allow plain HTTP to another machine, without credentials: insecure, since others in the network can read and change all data
     #[arg(long)]
     plain_http: bool,
 }
@@ -306,7 +305,7 @@ impl RegistryArgs {
     }
 }
 
-/// Runs `querl plugin push`: puts a bundle into a registry, with its component as an artifact of its own for other tools.
+/// Runs `querl plugin push`: pushes a bundle to a registry, and its component as a separate artifact for other tools.
 pub fn push(args: &PushArgs) -> anyhow::Result<()> {
     open_bundle(&args.bundle)?;
     let bytes = std::fs::read(&args.bundle).with_context(|| format!("{}: cannot be read", args.bundle.display()))?;
@@ -327,7 +326,7 @@ pub fn push(args: &PushArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Runs `querl plugin pull`: fetches a bundle and writes it after all bytes and, if keys are given, signatures were checked.
+/// Runs `querl plugin pull`: pulls a bundle, checks its digests and, if keys are given, its signatures, and writes it.
 pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
     let keys = public_keys(&args.key)?;
     let (location, credentials, transport) = args.registry.open()?;
@@ -366,7 +365,7 @@ fn write_bundle(path: &Path, bytes: &[u8]) -> Result<(), Stop> {
         .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))
 }
 
-/// What the file at `path` has that would be lost if `new` took its place; `None` where there is none.
+/// Why `new` must not replace the file at `path` without `--force`: content or signatures would be lost. `None` if nothing would be.
 fn difference(path: &Path, new: &Bundle) -> Option<String> {
     path.symlink_metadata().ok()?;
     match Bundle::open(path) {
@@ -395,7 +394,7 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start the async runtime (tokio)")
 }
 
-/// An error if a plugin broke a rule of the contract.
+/// An error if a check of the conformance suite has failed.
 pub(super) fn conforms(report: &Report) -> anyhow::Result<()> {
     let failed = report.checks.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_)));
     let names: Vec<_> = failed.map(|check| format!("`{}`", check.name)).collect();

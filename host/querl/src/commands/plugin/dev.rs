@@ -1,8 +1,8 @@
-//! `querl plugin dev`: the author's loop. After each save, the plugin scores recorded episodes natively, its tests run, and its component is
-//! built in the background and compared with the native run.
+//! `querl plugin dev`: the author's development loop. After each save, the plugin scores recorded episodes natively, its tests run, and its
+//! component is built in the background and compared with the native run.
 //!
 //! Threads: one watches the folder, one runs the native code of the newest save, one builds the component; the main thread draws. A newer
-//! save kills what runs for an earlier one.
+//! save kills the processes of an earlier one.
 
 mod component;
 mod files;
@@ -46,7 +46,7 @@ pub struct DevArgs {
     /// Recorded episodes to score: a run folder, or a file of episodes (JSON lines) [default: those of the golden cases]
     #[arg(long, value_name = "FILE|RUN_DIR")]
     episodes: Option<PathBuf>,
-    /// One picture, with tests and component, then end; exit code 1 where something is to be repaired
+    /// Run once, with tests and component, and end; exit code 1 if something has to be repaired
     #[arg(long)]
     once: bool,
     /// Do not build the component
@@ -59,25 +59,25 @@ pub struct DevArgs {
     format: Format,
 }
 
-/// Looks at the interrupt flag this often.
+/// Interval at which the interrupt flag is checked.
 const TICK: Duration = Duration::from_millis(100);
 
-/// What does not change from save to save.
+/// Inputs that are the same for all saves.
 struct Job {
     source: NativeFolder,
-    /// As given, for messages.
+    /// The folder as given, for messages.
     folder: PathBuf,
     /// Id and version.
     title: String,
     scores_episodes: bool,
     settings: PluginSettings,
-    /// The episodes with their calls of host functions, in the newest format, for native runs.
+    /// File with the episodes and their calls of host functions, in the newest format, for native runs.
     file: PathBuf,
-    /// For files of native runs.
+    /// Folder for temporary files of native runs.
     scratch: PathBuf,
     episodes: Vec<Episode>,
     recording: RecordedResults,
-    /// Recorded outcomes, one per episode; made comparable with the plugin's own.
+    /// Recorded outcomes, one per episode, after [`made_comparable`].
     recorded: Vec<Option<Outcome>>,
     notes: Vec<String>,
     /// `None` if no component is built.
@@ -87,13 +87,13 @@ struct Job {
 /// Runs `querl plugin dev`: shows the plugin's results after each save, until an interrupt.
 pub fn run(args: &DevArgs) -> anyhow::Result<()> {
     let scratch = tempfile::Builder::new().prefix("querl-dev-").tempdir().map(Scratch::new);
-    // Held here: threads that still run at the end of this function hold the job.
+    // Owned by this function, so that the folder is removed at its end although threads may still hold the job.
     let scratch = scratch.context("a temporary folder")?;
     let job = Job::open(args, scratch.path())?;
     if args.once {
         return once(&job, args.format);
     }
-    // The terminal and temporary files are left in order.
+    // An interrupt must not end the process before the terminal is restored and temporary files are removed.
     let _at_safe_points = interrupt::at_safe_points();
     let known = Files::of(&job.source.folder);
     let shown = follow(&Arc::new(job), known, Screen::of(args.format));
@@ -111,7 +111,7 @@ impl Job {
         let source = NativeFolder::read(&args.folder)?;
         let manifest = Manifest::read(&source.folder).map_err(Stop::usage)?;
         let settings = parse_settings(&args.set, "--set")?;
-        // Values are checked by the plugin itself. Without any settings in plugin.toml, the component says which there are.
+        // Only names are checked here, values by the plugin itself. Without settings in plugin.toml, the component checks the names.
         if !manifest.settings.is_empty() {
             let mut unknown = settings.clone();
             unknown.retain(|key, _| !manifest.settings.contains_key(key));
@@ -184,7 +184,7 @@ impl Job {
         })
     }
 
-    /// The native scores, and how long they took since `since`.
+    /// Scores the episodes natively; `None` for a plugin that is not a reward.
     fn replay(&self) -> anyhow::Result<Option<Result<NativeReplay, Fault>>> {
         self.scores_episodes
             .then(|| native::replay(&self.source, &self.file, &self.settings, &self.scratch))
@@ -216,14 +216,14 @@ impl Job {
         }
     }
 
-    /// `None` if no component is built.
+    /// Builds the component and compares it with the native run; `None` with `--no-component`.
     fn compare(&self, native: Option<&NativeReplay>) -> Option<Comparison> {
         let host = self.host.as_ref()?;
         Some(component::compare(host, &self.folder, &self.settings, (&self.episodes, &self.recording), native))
     }
 }
 
-/// What native runs read: the newest format, without outcomes.
+/// The episodes as input of native runs: in the newest format, without outcomes.
 fn for_native_runs(recorded: &[RecordedEpisode]) -> String {
     let line = |RecordedEpisode { step, episode, calls, .. }: &RecordedEpisode| {
         format!("{}\n", json!({ "format": EpisodeRecord::FORMAT, "step": step, "episode": episode, "calls": calls }))
@@ -243,7 +243,7 @@ fn side(manifest: &Manifest, settings: &PluginSettings) -> anyhow::Result<Plugin
     })
 }
 
-/// One picture with everything in it.
+/// Runs `querl plugin dev --once`: prints scores, tests and component together.
 fn once(job: &Job, format: Format) -> anyhow::Result<()> {
     let started = Instant::now();
     let replayed = job.replay()?;
@@ -261,7 +261,7 @@ fn once(job: &Job, format: Format) -> anyhow::Result<()> {
     }
 }
 
-/// What happens, each with the number of its save.
+/// Events for the main thread; results have the number of their save.
 enum Event {
     Saved(Save),
     Replayed(u64, anyhow::Result<Option<Result<NativeReplay, Fault>>>),
@@ -269,7 +269,7 @@ enum Event {
     Compared(u64, Comparison),
 }
 
-/// Work of the background thread: the native run that the component of a save is compared with.
+/// A request to the thread that builds: number of a save, and the native run to compare its component with.
 struct ToCompare {
     number: u64,
     native: Option<Arc<NativeReplay>>,
@@ -304,7 +304,7 @@ fn follow(job: &Arc<Job>, known: Files, screen: Screen) -> anyhow::Result<()> {
             }
             Event::Tested(number, tests) if number == current => {
                 let native = state.tested(tests?)?;
-                // A closed channel means that the thread has ended, which only the end of this process does.
+                // Fails only if the thread has ended, which happens at the end of this process.
                 let _ = builds.send(ToCompare { number, native });
             }
             Event::Compared(number, comparison) if number == current => state.compared(comparison)?,
@@ -313,7 +313,7 @@ fn follow(job: &Arc<Job>, known: Files, screen: Screen) -> anyhow::Result<()> {
     }
 }
 
-/// Scores the episodes, then runs the tests, of the newest save.
+/// Starts a thread that scores the episodes with the newest save and then runs its tests.
 fn start_native(job: &Arc<Job>, newest: &Arc<AtomicU64>, events: &Sender<Event>) {
     let (job, newest, events) = (job.clone(), newest.clone(), events.clone());
     let number = newest.load(Ordering::SeqCst);
@@ -327,7 +327,7 @@ fn start_native(job: &Arc<Job>, newest: &Arc<AtomicU64>, events: &Sender<Event>)
     });
 }
 
-/// Builds and compares one component at a time, always of the newest save that waits.
+/// Starts a thread that builds and compares one component at a time. Of several requests in the channel only the newest is processed.
 fn start_builds(job: &Arc<Job>, newest: &Arc<AtomicU64>, events: &Sender<Event>) -> Sender<ToCompare> {
     let (job, newest, events) = (job.clone(), newest.clone(), events.clone());
     let (sender, waiting): (Sender<ToCompare>, Receiver<ToCompare>) = channel();
@@ -345,12 +345,12 @@ fn start_builds(job: &Arc<Job>, newest: &Arc<AtomicU64>, events: &Sender<Event>)
     sender
 }
 
-/// The newest picture.
+/// State of the main thread: the newest save and its results.
 struct State {
     save: Option<Save>,
     started: SystemTime,
     picture: Option<Picture>,
-    /// Of the newest save that could be run.
+    /// Native run of the newest save that could be run.
     native: Option<Arc<NativeReplay>>,
     screen: Screen,
 }
@@ -367,7 +367,7 @@ impl State {
         Ok(())
     }
 
-    /// The native run that the component is compared with.
+    /// Shows the results of the tests, and returns the native run that the component is compared with.
     fn tested(&mut self, tests: Option<Tests>) -> anyhow::Result<Option<Arc<NativeReplay>>> {
         if let Some(picture) = &mut self.picture {
             picture.tests = tests;
@@ -385,7 +385,7 @@ impl State {
     }
 }
 
-/// What is new in a picture.
+/// Part of the output that is new.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ResultKind {
     Scores,
@@ -393,13 +393,13 @@ enum ResultKind {
     Component,
 }
 
-/// Where pictures go.
+/// Form of the output.
 enum Screen {
-    /// Redrawn in place.
+    /// Redraws the terminal.
     Terminal,
-    /// Each part once.
+    /// Prints each part once.
     Lines,
-    /// One object per line, when the component is compared or the plugin cannot be run.
+    /// Prints one JSON object per save, once the component is compared or the plugin cannot be run.
     Json,
 }
 
@@ -433,7 +433,7 @@ impl Screen {
     }
 }
 
-/// Clears the screen and draws what fits: the scores, then the state of tests and component in the last lines.
+/// Text that clears the screen and fills it: the scores, as many lines as fit, and the state of tests and component in the last lines.
 fn full_screen(picture: &Picture) -> String {
     const CLEAR: &str = "\x1b[H\x1b[2J";
     let waiting = |lines: Vec<String>, text: &str| if lines.is_empty() { vec![text.to_owned()] } else { lines };
@@ -447,7 +447,7 @@ fn full_screen(picture: &Picture) -> String {
         .concat(),
     };
     let (columns, rows) = terminal::size().unwrap_or((100, 40));
-    // One column less: a line that fills the last one would wrap.
+    // One column less, because a line that fills the last column may wrap.
     let width = usize::from(columns).saturating_sub(1);
     let folded = |lines: Vec<String>| lines.iter().flat_map(|line| querl_eval::folded(line, width)).collect::<Vec<_>>();
     let last = folded(last);

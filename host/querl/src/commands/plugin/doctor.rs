@@ -12,10 +12,10 @@ use std::process::{Command, Stdio};
 /// The Rust target that plugins in Rust are compiled for.
 pub const WASM_TARGET: &str = "wasm32-wasip2";
 
-/// The first version of Python whose syntax the SDK uses.
+/// Minimum version of Python: the SDK uses its syntax.
 const PYTHON: [u64; 2] = [3, 10];
 
-/// The first version of Node.js that runs the SDK's tests.
+/// Minimum version of Node.js that runs the SDK's tests.
 const NODE: [u64; 2] = [20, 0];
 
 #[derive(Debug, Args)]
@@ -35,18 +35,18 @@ pub struct DoctorArgs {
 struct Tool {
     language: &'static str,
     name: String,
-    /// `None` if it is missing.
+    /// `None` if the tool is missing.
     version: Option<String>,
     ok: bool,
-    /// What to do, where it is not ok.
+    /// What to do if `ok` is false.
     #[serde(skip_serializing_if = "Option::is_none")]
     remedy: Option<String>,
-    /// Commands that install it, one after the other, in the plugin's folder. Empty where the system's package manager has to.
+    /// Commands that install the tool, run in the plugin's folder; empty if it needs the system's package manager.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     install: Vec<Vec<String>>,
 }
 
-/// Runs `querl plugin doctor`: prints which build tools are there and which are missing. Exit code 1 if one is missing.
+/// Runs `querl plugin doctor`: prints which build tools are installed and which are missing. Exit code 1 if one is missing.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
     if let Some(folder) = &args.folder {
         super::folder::check(folder)?;
@@ -100,7 +100,7 @@ fn install(command: &[String], folder: &Path) -> anyhow::Result<()> {
     crate::terminal::print(&format!("{}: {shown}", folder.display()));
     let Some((program, arguments)) = command.split_first() else { return Ok(()) };
     let mut command = Command::new(program);
-    // Stdout is for the result.
+    // Output of the commands is sent to stderr: stdout is for the result.
     command.args(arguments).current_dir(folder).stdin(Stdio::null()).stdout(std::io::stderr());
     let status = command.status().with_context(|| shown.clone())?;
     anyhow::ensure!(status.success(), "`{shown}` ended with {status}");
@@ -179,7 +179,7 @@ fn javascript(folder: &Path) -> Vec<Tool> {
     tools
 }
 
-/// A tool; `remedy`, or the commands, say how to get it.
+/// A tool that is ok if it has a version. `remedy`: what to do if it is missing; by default, to run `install`.
 fn tool(language: &'static str, name: &str, version: Option<String>, remedy: &str, install: &[Vec<String>]) -> Tool {
     let ok = version.is_some();
     let remedy = if install.is_empty() { remedy.to_owned() } else { shown(install) };
@@ -187,7 +187,7 @@ fn tool(language: &'static str, name: &str, version: Option<String>, remedy: &st
     Tool { language, name: name.to_owned(), version, ok, remedy: (!ok).then_some(remedy), install }
 }
 
-/// A program whose version has to be at least `least`.
+/// A tool whose version must be at least `least`.
 fn at_least(language: &'static str, name: &str, version: Option<String>, least: [u64; 2]) -> Tool {
     let [major, minor] = least;
     let remedy = format!("install {name} {major}.{minor} or later with the package manager of the system");
@@ -196,7 +196,7 @@ fn at_least(language: &'static str, name: &str, version: Option<String>, least: 
     if is_old { Tool { ok: false, remedy: Some(remedy), ..found } } else { found }
 }
 
-/// Major and minor of `Python 3.11.7` or `v20.20.2`.
+/// Major and minor version in `Python 3.11.7` or `v20.20.2`.
 fn number_of(version: &str) -> Option<[u64; 2]> {
     let number = version.rsplit(' ').next()?.trim_start_matches('v');
     let mut parts = number.split('.');
@@ -207,7 +207,7 @@ fn words(command: &[&str]) -> Vec<String> {
     command.iter().map(|word| (*word).to_owned()).collect()
 }
 
-/// As one would type it.
+/// The commands as a remedy, in shell syntax.
 fn shown(commands: &[Vec<String>]) -> String {
     format!("run `{}`", commands.iter().map(|command| command.join(" ")).collect::<Vec<_>>().join(" && "))
 }

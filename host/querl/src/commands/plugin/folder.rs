@@ -1,13 +1,13 @@
-//! The folder of a plugin on the command line.
+//! Check of the argument that is a plugin's folder.
 
 use querl_pipeline::failure::Stop;
 use std::io::ErrorKind;
 use std::path::Path;
 
-/// Remedy where a plugin's folder is missing.
+/// Remedy in the error about a missing plugin folder.
 pub(super) const REMEDY: &str = "`querl plugin new NAME --kind reward --lang python` makes one";
 
-/// Refuses a path that is no folder.
+/// Refuses a path that is not a folder.
 pub(super) fn check(path: &Path) -> Result<(), Stop> {
     let problem = match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => return Ok(()),

@@ -22,7 +22,7 @@ pub struct InspectArgs {
     format: Format,
 }
 
-/// Runs `querl plugin inspect`. A bundle that this host would not run is printed too, with the reason.
+/// Runs `querl plugin inspect`. A bundle that this host refuses to run is also printed, with the reason.
 pub fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let inspected = Inspected::open(&args.path)?;
     args.format.print(&to_json(&inspected), || to_text(&inspected))
@@ -31,7 +31,7 @@ pub fn run(args: &InspectArgs) -> anyhow::Result<()> {
 struct Inspected {
     bundle: Option<Bundle>,
     manifest: Option<Manifest>,
-    /// The component as the host sees it, or why the host does not run it.
+    /// The loaded component, or why the host does not run it.
     plugin: Result<Plugin, String>,
 }
 
@@ -51,7 +51,7 @@ impl Inspected {
         Ok(Self { bundle, manifest, plugin })
     }
 
-    /// Of plugin.toml, with its texts, or else of the component itself.
+    /// Settings in plugin.toml, with their descriptions, or else those that the component declares.
     fn settings(&self) -> Option<&BTreeMap<String, SettingSpec>> {
         let of_manifest = self.manifest.as_ref().map(|manifest| &manifest.settings);
         let of_component = self.plugin.as_ref().ok().and_then(|plugin| plugin.description().settings.as_ref());
@@ -84,7 +84,7 @@ fn requested_limits(limits: &RequestedLimits) -> Vec<(&'static str, u64)> {
     keys.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
 }
 
-/// For a terminal: a line per fact, lists indented below their title.
+/// Text for a terminal: one fact per line, lists indented below their title.
 fn to_text(found: &Inspected) -> String {
     let mut lines = Vec::new();
     if let Some(manifest) = &found.manifest {
@@ -189,7 +189,7 @@ fn file_lines(bundle: &Bundle) -> Vec<String> {
     listed("files, with their bytes", items.collect())
 }
 
-/// For programs. Keys that do not apply are null or empty.
+/// JSON for programs. Keys that do not apply are null or empty.
 fn to_json(found: &Inspected) -> Value {
     let manifest = found.manifest.as_ref();
     let plugin = found.plugin.as_ref().ok();

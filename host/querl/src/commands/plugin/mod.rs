@@ -1,4 +1,4 @@
-//! `querl plugin`: commands for authors of plugins and for platform teams.
+//! `querl plugin`: commands for plugin authors and platform teams.
 
 pub mod bench;
 pub mod bundle;
@@ -25,7 +25,7 @@ use std::time::Instant;
 
 #[derive(Debug, Subcommand)]
 pub enum PluginCommand {
-    /// Make a plugin's folder to start from, in Rust, Python or JavaScript
+    /// Create a plugin's folder from a template, in Rust, Python or JavaScript
     New(new::NewArgs),
     /// Show, after each save, what a plugin scores on recorded episodes; test it and build its component
     Dev(dev::DevArgs),
@@ -33,29 +33,29 @@ pub enum PluginCommand {
     Build(BuildArgs),
     /// Test whether a plugin keeps the contract and passes its golden cases
     Test(TestArgs),
-    /// Measure what a plugin costs, and suggest limits
+    /// Measure fuel, time and memory of a plugin, and suggest limits
     Bench(bench::BenchArgs),
-    /// Say what a bundle, a component or a folder is: settings, limits, digest, signers
+    /// Print what a bundle, a component or a folder contains: settings, limits, digest, signers
     Inspect(inspect::InspectArgs),
-    /// Make one file, ID-VERSION.querl, of a plugin's folder
+    /// Pack a plugin's folder into a bundle, ID-VERSION.querl
     Pack(bundle::PackArgs),
     /// List the plugins of a configuration: role, version, source, digest, weight; builds none
     List(ListArgs),
-    /// Sign a bundle, or make a key to sign with
+    /// Sign a bundle, or create a signing key
     Sign(bundle::SignArgs),
     /// Check every byte of a bundle, and who has signed it
     Verify(bundle::VerifyArgs),
-    /// Put a bundle into an OCI registry
+    /// Push a bundle to an OCI registry
     Push(bundle::PushArgs),
-    /// Fetch a bundle from an OCI registry
+    /// Pull a bundle from an OCI registry
     Pull(bundle::PullArgs),
-    /// Score recorded episodes with another plugin, version or setting, and say what would have changed
+    /// Score recorded episodes with another plugin, version or setting, and print what changes
     Replay(replay::ReplayArgs),
     /// Test a host of plugins, querl's or that of another framework
     Conformance(HostArgs),
     /// Answer the requests of `conformance --host` with querl's own host
     Host,
-    /// Say which build tools are missing, and install them
+    /// Print which build tools are missing, and install them
     Doctor(doctor::DoctorArgs),
 }
 
@@ -94,7 +94,7 @@ fn build(args: &BuildArgs) -> anyhow::Result<()> {
     args.folders.iter().try_for_each(|folder| build_folder(folder, args.format))
 }
 
-/// Builds where a source is newer than the component, and says where the component is.
+/// Builds the component if a source file is newer, and prints the component's path.
 fn build_folder(folder: &Path, format: Format) -> anyhow::Result<()> {
     let start = Instant::now();
     let BuildOutput { component, language, was_stale } = querl_plugin::build(folder)?;
@@ -114,10 +114,10 @@ pub struct TestArgs {
     /// A bundle, a component or a source folder
     #[arg(value_name = "PATH")]
     path: PathBuf,
-    /// A setting to test it with: TOML value; a bare word is a text
+    /// A setting to test it with: TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     settings: Vec<String>,
-    /// How often a call is repeated to see whether it gives the same
+    /// Number of repetitions of a call in the test of determinism
     #[arg(long, value_name = "N", default_value_t = SuiteOptions::default().n_repeats as u64,
           value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     repeats: u64,
@@ -154,7 +154,7 @@ fn conformance(args: &HostArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Names each check on stderr, on a terminal when it starts, with its result and time when it has ended.
+/// Prints each check on stderr: its name when it starts, on a terminal only, and its result and duration when it has ended.
 fn print_check(event: CheckEvent<'_>) {
     let group = |kind: Option<PluginKind>| kind.map_or("plugin", PluginKind::name);
     match event {
@@ -175,7 +175,7 @@ pub struct ListArgs {
     format: Format,
 }
 
-/// Loads the plugins and names them, in the order in which they are called.
+/// Loads the plugins of a configuration and lists them, in the order of their calls.
 fn list(args: &ListArgs) -> anyhow::Result<()> {
     let plugins = Plugins::open(&args.config.load_without_model()?, PluginUse::Look)?;
     let result: Vec<Value> = plugins.used().iter().map(as_json).collect();
@@ -222,9 +222,9 @@ fn as_json(used: &Used) -> Value {
 pub struct CompileArgs {
     /// The component
     input: PathBuf,
-    /// Where the compiled code goes
+    /// File for the compiled code
     output: PathBuf,
-    /// How long it may take
+    /// Time limit in milliseconds
     timeout_ms: u64,
 }
 

@@ -1,5 +1,5 @@
-//! `querl plugin new`: creates a plugin folder with a template, and in `vendor/` the SDK of its language and the contract, so that building needs only
-//! the tools.
+//! `querl plugin new`: creates a plugin's folder from a template. `vendor/` has the SDK of the language and the contract, so that a build
+//! needs only the language's tools.
 
 use crate::args::one_of;
 use clap::Args;
@@ -16,13 +16,13 @@ pub struct NewArgs {
     /// The plugin's name, and that of its folder: a letter, then letters, digits and `-`, all lower case
     #[arg(value_name = "NAME")]
     name: String,
-    /// What the plugin is for
+    /// Kind of plugin
     #[arg(long, value_parser = kind())]
     kind: Kind,
-    /// What it is written in
+    /// Programming language
     #[arg(long, value_parser = language())]
     lang: Language,
-    /// Where the folder is made
+    /// The folder in which it is created
     #[arg(long, value_name = "DIR", default_value = ".")]
     dir: PathBuf,
 }
@@ -45,7 +45,7 @@ fn language() -> impl TypedValueParser<Value = Language> {
     ])
 }
 
-/// Runs `querl plugin new`: makes the folder and prints the next steps.
+/// Runs `querl plugin new`: creates the folder and prints the next steps.
 pub fn run(args: &NewArgs) -> anyhow::Result<()> {
     let (kind, language) = (args.kind, args.lang);
     check_name(&args.name, language).map_err(Stop::usage)?;
@@ -83,7 +83,7 @@ fn steps(folder: &Path, language: Language) -> Vec<(String, &'static str)> {
     ]
 }
 
-/// The grammar of a plugin's id, a crate's and a package's name.
+/// Checks that a name is valid as plugin id and as name of a crate or package.
 fn check_name(name: &str, language: Language) -> Result<(), String> {
     let refused = |reason: &str| Err(format!("`{name}` is not a name for a plugin: {reason}"));
     let grammar = "expected a letter, then letters, digits and `-`, all lower case, at most 64";
@@ -110,10 +110,10 @@ fn check_free(folder: &Path) -> Result<(), String> {
     }
 }
 
-/// Names and bytes of what `build.rs` embeds: `rust/...`, `python/...`, `javascript/...`, `wit/...` and `LICENSE`.
+/// Names and contents of the files that `build.rs` embeds: `rust/...`, `python/...`, `javascript/...`, `wit/...` and `LICENSE`.
 static EMBEDDED: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
-/// Keywords that a crate cannot be called by, and crates that every crate sees.
+/// Names that a crate cannot have: keywords, and crates of the standard library.
 const RESERVED_IN_RUST: &str = "abstract alloc as async await become box break const continue core crate do dyn else enum extern false \
     final fn for gen if impl in let loop macro match mod move mut proc-macro pub ref return self static std \
     struct super test trait try";
@@ -123,8 +123,7 @@ struct NewFile {
     bytes: Cow<'static, [u8]>,
 }
 
-/// The files of a new folder. Templates of a language are in `templates/common` and `templates/KIND`; `{{name}}` stands
-/// in them.
+/// The files of a new folder. A language's templates are in `templates/common` and `templates/KIND`; their placeholder is `{{name}}`.
 fn files_of(plugin: &str, kind: Kind, language: Language) -> Vec<NewFile> {
     let mut files: BTreeMap<String, Cow<'static, [u8]>> = BTreeMap::new();
     files.insert("LICENSE".into(), embedded("LICENSE"));
@@ -144,7 +143,7 @@ fn files_of(plugin: &str, kind: Kind, language: Language) -> Vec<NewFile> {
     files.into_iter().map(|(name, bytes)| NewFile { name, bytes }).collect()
 }
 
-/// The language's name as people write it.
+/// Name of a language for messages.
 fn spelled(language: Language) -> &'static str {
     match language {
         Language::Rust => "Rust",
@@ -153,10 +152,11 @@ fn spelled(language: Language) -> &'static str {
     }
 }
 
-/// What of the embedded goes to `vendor/`, and under which name. The contract is that of the templates' `plugin.toml`.
+/// Embedded folders that are copied to `vendor/`, and their names there. The version of the contract is that in the templates'
+/// `plugin.toml`.
 fn vendored(language: Language) -> &'static [(&'static str, &'static str)] {
     match language {
-        // With a link to the contract in it.
+        // The Rust SDK contains a link to the contract.
         Language::Rust => &[("rust/", "querl-sdk")],
         Language::Python => &[("python/querl_sdk/", "querl_sdk"), ("wit/0.2.0/", "wit")],
         Language::JavaScript => &[("javascript/", "querl-sdk"), ("wit/0.2.0/", "wit")],
@@ -175,7 +175,7 @@ fn fill(text: &str, plugin: &str) -> String {
     text.replace("{{name}}", plugin)
 }
 
-/// What is embedded under a prefix, without it.
+/// Embedded files whose names begin with a prefix: names without it, and contents.
 fn embedded_under(prefix: &str) -> impl Iterator<Item = (&'static str, &'static [u8])> {
     EMBEDDED.iter().filter_map(move |(name, bytes)| Some((name.strip_prefix(prefix)?, *bytes)))
 }

@@ -1,4 +1,5 @@
-//! `querl plugin replay`: what another plugin, version or setting would have scored on the episodes of a run.
+//! `querl plugin replay`: scores the recorded episodes of a run with another plugin, version or setting, and compares the outcomes. Also
+//! repeats the call of a recorded fault.
 
 pub(super) mod scoring;
 
@@ -25,10 +26,10 @@ use querl_style::{StyleReward, turns_of_side};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Of the bootstrap. Intervals of thousands of episodes are narrow: more resamples change no digit that is shown.
+/// Number of bootstrap resamples. With thousands of episodes the intervals are narrow, and more resamples do not change the shown digits.
 const N_RESAMPLES: usize = 1000;
 
-/// Of the bootstrap: the same episodes and scores give the same text.
+/// Seed of the bootstrap: a constant, so that the same episodes and scores give the same text.
 const SEED: u64 = 42;
 
 #[derive(Debug, Args)]
@@ -36,7 +37,7 @@ pub struct ReplayArgs {
     /// A run folder, a file of episodes (JSON lines), or a file of `faults/` in a run folder
     #[arg(value_name = "RUN_DIR|FILE.jsonl")]
     episodes: PathBuf,
-    /// The reward plugin, or the scorer of style, to ask: a bundle, a component or a source folder [for a fault: the one that faulted]
+    /// The reward plugin or style scorer to score with: a bundle, a component or a source folder [for a fault: the one that faulted]
     #[arg(long, value_name = "PATH")]
     plugin: Option<PathBuf>,
     /// Compare with this plugin instead of the recorded outcomes
@@ -45,7 +46,7 @@ pub struct ReplayArgs {
     /// A setting of the plugin: TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     settings: Vec<String>,
-    /// A setting of the plugin that is compared with
+    /// A setting of the plugin of --against
     #[arg(long, value_name = "KEY=VALUE", requires = "against")]
     against_settings: Vec<String>,
     /// Only the first N episodes
@@ -100,7 +101,7 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     args.format.print(&compared, || replay_text(&compared))
 }
 
-/// What calls of plugins logged, in order.
+/// Log lines of plugin calls, in order.
 type CallLog = Arc<Mutex<Vec<String>>>;
 
 fn keep_log(log: &CallLog) -> Observer {
@@ -110,8 +111,8 @@ fn keep_log(log: &CallLog) -> Observer {
     })
 }
 
-/// Scores the episodes group by group, without those that the run left out, and says what was logged for each. A fault ends it after the
-/// log of its call.
+/// Runs `--trace`: scores the episodes group by group, without those that the run left out, and prints what the plugin logs. Stops at the
+/// first fault, whose log is printed.
 fn trace(recorded: &[RecordedEpisode], model: &dyn RewardModel, log: &CallLog, format: Format) -> anyhow::Result<()> {
     let (mut traced, mut text) = (Vec::new(), String::new());
     let mut fault = None;
@@ -151,7 +152,7 @@ fn take_log(log: &CallLog) -> Vec<String> {
     std::mem::take(&mut *log.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Gives a plugin what it was given when it faulted, with the settings and limits of its run. A fault is this command's failure.
+/// Repeats the recorded call in which a plugin faulted, with the settings and limits of its run. If it faults again, the command fails.
 fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::Result<()> {
     let config = args.episodes.parent().and_then(Path::parent);
     let config = config.and_then(|folder| load_resolved(&RunDir::new(folder).config()).ok());
@@ -173,7 +174,7 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
             episodes.len()
         }
         FaultedCall::Samples(samples) => {
-            // Calls of filters are not recorded.
+            // Filters call their host functions again: only those of rewards are recorded.
             let port = PluginPort::filter().with_functions(Some(Arc::new(RunHostFunctions::of_filters(config))));
             host.open(&plugin, &settings, port)?.check_batch(&samples)?;
             samples.len()
@@ -194,14 +195,14 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
     })
 }
 
-/// A call for each core at the same time, but never fewer than usual, and no more than memory is easily set aside for.
+/// Number of concurrent plugin calls: one per core, at least the host's default, and at most 8 times it, to limit reserved memory.
 fn n_slots() -> u32 {
     let usual = HostOptions::default().n_slots;
     let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
     u32::try_from(n_cores).unwrap_or(usual).clamp(usual, 8 * usual)
 }
 
-/// The file of episodes, and the configuration of the run that wrote it, if it is known.
+/// The file with the episodes of a run directory or the file itself, and the run's configuration, if it is known.
 pub(super) fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
     if path.is_dir() {
         let dir = RunDir::new(path);
@@ -227,7 +228,7 @@ pub(super) fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {
     Ok(episodes)
 }
 
-/// A plugin with its settings, and how the comparison names it.
+/// A configured plugin, and its description in the comparison.
 struct ReplayPlugin {
     model: Box<dyn RewardModel>,
     side: PluginSide,
@@ -257,7 +258,7 @@ impl ReplayPlugin {
     }
 }
 
-/// Host functions that return the results that a run recorded, for the plugins that are called again.
+/// Host functions that return the results that a run recorded.
 pub(super) struct RecordedResults(Arc<RecordedCalls>);
 
 impl RecordedResults {
@@ -269,7 +270,7 @@ impl RecordedResults {
         Self::new(calls, recorded.iter().map(|recorded| &recorded.episode))
     }
 
-    /// Adds the style distributions of the policy's rewrites: the answers to a style scorer that the run did not have.
+    /// Adds the recorded style distributions of the policy's rewrites, for a style scorer that the run did not have.
     fn new<'a>(mut calls: RecordedCalls, episodes: impl Iterator<Item = &'a Episode>) -> Self {
         for episode in episodes {
             let Some(style) = episode.policy.style.clone() else { continue };
@@ -311,7 +312,7 @@ fn compare(
 ) -> anyhow::Result<Replay> {
     let mut episodes: Vec<Episode> = Vec::with_capacity(recorded.len());
     let (mut places, mut befores) = (Vec::with_capacity(recorded.len()), Vec::with_capacity(recorded.len()));
-    // As in the run, a group is scored without the episodes that it left out. These keep their recorded outcome.
+    // As in the run, a group is scored without the episodes that the run left out; these keep their recorded outcome.
     let (given, left_out): (Vec<_>, Vec<_>) = recorded.into_iter().partition(|one| !one.is_left_out());
     let n_given = given.len();
     for RecordedEpisode { line, step, episode, outcome, .. } in given.into_iter().chain(left_out) {
@@ -347,10 +348,11 @@ fn compare(
     Ok(replay(&compared, side, plugin.side, notes, options))
 }
 
-/// Ends the name of a component that holds a plugin's own total.
+/// Suffix of the component with a plugin's own total, in the weighted sum of several plugins.
 const TOTAL: &str = "/total";
 
-/// Changes `outcomes` so that those of `plugin` can be compared with them; returns cautions for the reader.
+/// Converts recorded outcomes so that they can be compared with those of `plugin`: its own part of a weighted sum, without weight. Returns
+/// notes for the reader.
 pub(super) fn made_comparable(
     outcomes: &mut [Option<Outcome>],
     plugin: &PluginSide,
@@ -382,14 +384,14 @@ fn scored_mut(outcomes: &mut [Option<Outcome>]) -> impl Iterator<Item = &mut Rew
     outcomes.iter_mut().filter_map(|outcome| outcome.as_mut()?.as_mut().ok())
 }
 
-/// Ids of the plugins whose sum the totals are; none where one plugin made them alone.
+/// Ids of the plugins whose weighted sum the totals are; empty for the totals of a single plugin.
 fn summed(outcomes: &[Option<Outcome>]) -> Vec<String> {
     let first = outcomes.iter().find_map(|outcome| outcome.as_ref()?.as_ref().ok());
     let names = first.into_iter().flat_map(|reward| &reward.components);
     names.filter_map(|part| Some(part.name.strip_suffix(TOTAL)?.to_owned())).collect()
 }
 
-/// Takes `id`'s part where the sum has one.
+/// Replaces each sum by the part of plugin `id`, if it has one. Returns a note about it.
 fn of_sum(outcomes: &mut [Option<Outcome>], plugins: &[String], id: &str) -> String {
     let all = plugins.join(", ");
     if !plugins.iter().any(|plugin| plugin == id) {
@@ -405,7 +407,7 @@ fn of_sum(outcomes: &mut [Option<Outcome>], plugins: &[String], id: &str) -> Str
     format!("recorded totals are weighted sums of {all}; {id} is compared with its own part of them, unweighted")
 }
 
-/// One plugin's total and components out of a sum.
+/// Total and components of one plugin in a weighted sum.
 fn own_part(sum: &Reward, id: &str) -> Option<Reward> {
     let own = |name: &str| name.strip_prefix(id)?.strip_prefix('/').map(str::to_owned);
     let parts =

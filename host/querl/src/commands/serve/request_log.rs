@@ -14,7 +14,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub(super) struct RequestLogArgs {
-    /// A folder for a log of queries, rewrites and feedback, a file for each day, from which `querl data from-log` makes a query table
+    /// A folder for a log of queries, rewrites and feedback, one file per day, from which `querl data from-log` makes a query table
     #[arg(long, visible_alias = "request-log", value_name = "DIR")]
     request_log: Option<PathBuf>,
     /// Maximum size of the log; the oldest day is removed first
@@ -26,7 +26,7 @@ pub(super) struct RequestLogArgs {
     /// A filter plugin, as a bundle, component or source folder; requests that it drops are logged without their texts
     #[arg(long, visible_alias = "request-log-filter", value_name = "PATH", requires = "request_log")]
     request_log_filter: Option<PathBuf>,
-    /// A setting of the filter: TOML value; a bare word is a text
+    /// A setting of the filter: TOML value; a bare word is a string
     #[arg(
         long,
         visible_alias = "request-log-filter-settings",

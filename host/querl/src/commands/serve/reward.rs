@@ -1,4 +1,4 @@
-//! `querl serve reward`: the environment of a run scores responses of other RL engines over HTTP.
+//! `querl serve reward`: scores responses of other RL engines over HTTP, in the environment of a run.
 
 use super::{ListenArgs, announce, is_interrupted, served};
 use crate::model_hub;
@@ -35,7 +35,8 @@ pub(super) struct RewardArgs {
     max_waiting: u32,
 }
 
-/// The environment for as long as the command runs, which owns it: it has an async runtime, and handlers of another one must not drop it.
+/// Weak reference to the environment, which the command owns. The environment has an async runtime, which must not be dropped in a handler
+/// of another async runtime.
 struct OpenEnvironment {
     environment: Weak<RewardEnvironment>,
     range: RewardRange,
@@ -52,7 +53,7 @@ impl RewardService for OpenEnvironment {
     }
 }
 
-/// Serves the rewards of an environment over HTTP until it is interrupted.
+/// Runs `querl serve reward`: serves the rewards of an environment over HTTP until it is interrupted.
 pub(super) fn reward(args: &RewardArgs) -> anyhow::Result<()> {
     let options = RewardOptions {
         rejected_reward: args.rejected_reward,

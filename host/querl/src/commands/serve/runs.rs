@@ -1,4 +1,4 @@
-//! The runs that `querl serve rewrite` serves and reloads on SIGHUP: those of its command line, or the releases that it follows.
+//! The runs that `querl serve rewrite` serves, and their reload on SIGHUP: those of the command line, or the releases of a folder.
 
 use crate::args::load_config;
 use crate::{model_hub, terminal};
@@ -11,12 +11,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// The folders of the runs at a path: the path itself, or the runs of the deployment in it.
+/// Folders of the runs at a path: those of a deployment, or else the path itself.
 pub(super) fn run_folders(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(deployed_runs(path)?.unwrap_or_else(|| vec![path.to_owned()]))
 }
 
-/// The run in a folder, or the run of a configuration file.
+/// Opens the run in a folder, or the run of a configuration file.
 pub fn served_run(path: &Path) -> anyhow::Result<ServedRun> {
     check_run_or_config(path)?;
     if path.is_dir() {
@@ -30,7 +30,7 @@ pub(super) fn print_tenant(Tenant { name, version, source, .. }: &Tenant) {
     terminal::print(&format!("tenant {name}: version {version} of {source}"));
 }
 
-/// Calls `load` whenever the flag `reload` is set, until the models have ended.
+/// Calls `load` whenever the flag `reload` is set, until the served models have ended.
 pub(super) fn reload_when_asked(models: &ServedModels, reload: &AtomicBool, mut load: impl FnMut()) {
     while models.is_alive() {
         std::thread::sleep(Duration::from_millis(200));
@@ -40,7 +40,7 @@ pub(super) fn reload_when_asked(models: &ServedModels, reload: &AtomicBool, mut 
     }
 }
 
-/// Prints what could not be loaded from the releases; the models before are still served.
+/// Prints warnings about releases that could not be loaded; the models before them are still served.
 pub(super) fn report_releases(loaded: Result<Vec<String>, String>) {
     match loaded {
         Ok(problems) => problems.iter().for_each(|problem| terminal::print(&format!("not loaded: {problem}"))),
@@ -51,15 +51,15 @@ pub(super) fn report_releases(loaded: Result<Vec<String>, String>) {
 /// The runs that the command line names, with the tenants that are served from them. Tenants loaded by `/admin/tenants` are not
 /// included.
 pub(super) struct NamedRuns {
-    /// As they were named; a deployment may have other tenants by now.
+    /// The arguments, because a deployment may have other tenants by the next reload.
     paths: Vec<PathBuf>,
-    /// Tenants with a key of their own; empty where no tenant has one, or others need that of all clients.
+    /// Tenants with a key of their own; empty if no tenant has one, or if all others need the key of `--api_key_env`.
     with_key: BTreeSet<String>,
     tenants: Vec<(PathBuf, Tenant)>,
 }
 
 impl NamedRuns {
-    /// Runs that were loaded. `loaded`: folders of the runs, and the names of their tenants.
+    /// The runs that were loaded at the start. `loaded`: folders of the runs, and the names of their tenants.
     pub(super) fn new(
         paths: Vec<PathBuf>,
         with_key: BTreeSet<String>,
@@ -74,7 +74,7 @@ impl NamedRuns {
     /// is still served from the old one. Prints what is served, or that nothing has changed.
     pub(super) fn load_again(&mut self, models: &ServedModels) {
         let mut before = std::mem::take(&mut self.tenants);
-        // All are read before one is loaded, since a tenant may have moved from one run to another.
+        // All runs are read before one is loaded, because a tenant may have moved from one run to another.
         let mut runs: Vec<(PathBuf, String)> = Vec::new();
         let mut not_loaded: BTreeSet<String> = BTreeSet::new();
         let n_before = before.len();
@@ -87,7 +87,7 @@ impl NamedRuns {
                 match served_run(&folder) {
                     Ok(run) => runs.push((folder, run.config.tenant)),
                     Err(problem) => {
-                        // In a deployment the folder has the tenant's name.
+                        // The tenant's name is unknown; in a deployment it is the folder's.
                         not_loaded.extend(folder.file_name().map(|name| name.to_string_lossy().into_owned()));
                         self.keep(&folder, &format!("{problem:#}"), &mut before);
                     }
@@ -128,13 +128,13 @@ impl NamedRuns {
         }
     }
 
-    /// Reports what cannot be loaded. What was loaded from there before is still served.
+    /// Warns that a run cannot be loaded again. Tenants that were loaded from its folder before are still served.
     fn keep(&mut self, folder: &Path, problem: &str, before: &mut Vec<(PathBuf, Tenant)>) {
         self.tenants.extend(before.extract_if(.., |(known, _)| known.starts_with(folder)));
         terminal::print(&format!("warning: not loaded again: {problem}"));
     }
 
-    /// Refuses a run that would replace the tenant of another one, or that has a tenant without a key in place of one with a key.
+    /// Refuses a run whose tenant is served from another run, or whose tenant has no key although the run's previous tenant had one.
     fn check_tenant_is_free(
         &self,
         models: &ServedModels,
@@ -165,7 +165,7 @@ fn is_same(one: &Tenant, other: &Tenant) -> bool {
     one.name == other.name && one.source == other.source
 }
 
-/// Removes a tenant that the command line no longer has, unless another run was loaded in its place by `/admin/tenants`.
+/// Removes a tenant that the command line no longer names, unless `/admin/tenants` has loaded another run in its place.
 fn remove(models: &ServedModels, Tenant { name, source, .. }: &Tenant) {
     if models.tenant(name).is_some_and(|served| served.source == *source) && models.remove(name, Role::Current) {
         terminal::print(&format!("tenant {name}: removed, since {source} is no longer a run of this tenant"));

@@ -1,4 +1,4 @@
-//! `querl watch DIR`: shows a running or finished run in the terminal, from the files of its folder. It only reads.
+//! `querl watch DIR`: shows a running or finished run in the terminal. It only reads the files of the run directory.
 
 mod view;
 
@@ -31,18 +31,18 @@ pub struct WatchArgs {
     /// The run folder
     #[arg(value_name = "DIR")]
     dir: PathBuf,
-    /// Print one picture to stdout and end
+    /// Print the display once to stdout, and end
     #[arg(long)]
     once: bool,
-    /// Width of that picture in columns
+    /// Width of the printed display in columns
     #[arg(long, value_name = "COLUMNS", default_value_t = 110, value_parser = clap::value_parser!(u16).range(60..=300))]
     width: u16,
 }
 
-/// Time between two looks at the folder: training steps take longer.
+/// Interval at which the files are read. Most training steps take longer.
 const REFRESH: Duration = Duration::from_millis(1000);
 
-/// Rows of a picture printed with `--once`.
+/// Height of the display with `--once`, in rows.
 const HEIGHT: u16 = 40;
 
 /// Runs `querl watch`: shows the run until the user presses `q`; without a terminal, or with `--once`, prints it once.
@@ -53,7 +53,7 @@ pub fn run(args: &WatchArgs) -> anyhow::Result<()> {
         let text = picture(&first, args.width)?;
         return std::io::stdout().write_all(text.as_bytes()).context("stdout");
     }
-    // A terminal that is not restored cannot be used.
+    // An interrupt must not end the process before the terminal is restored.
     let _at_safe_points = interrupt::at_safe_points();
     let mut terminal = ratatui::try_init().context("the terminal cannot be used; try --once")?;
     let watched = watch(&mut terminal, &dir, first);
@@ -72,7 +72,7 @@ fn watch(terminal: &mut DefaultTerminal, dir: &RunDir, mut snapshot: Snapshot) -
     }
 }
 
-/// Waits for the next refresh; true if the user asked to leave meanwhile. A change of the window's size ends the wait.
+/// Waits for the next refresh, or for a change of the window's size; true if the user pressed a key to quit.
 fn wants_to_leave() -> anyhow::Result<bool> {
     if !event::poll(REFRESH).context("the terminal cannot be used")? {
         return Ok(false);
@@ -92,7 +92,7 @@ fn picture(snapshot: &Snapshot, width: u16) -> anyhow::Result<String> {
     Ok(text_of(terminal.backend().buffer()))
 }
 
-/// The characters of a picture, without the empty lines at its end.
+/// The text of a buffer, without trailing empty lines.
 fn text_of(buffer: &Buffer) -> String {
     let width = usize::from(buffer.area.width);
     let mut text = String::new();
@@ -100,7 +100,7 @@ fn text_of(buffer: &Buffer) -> String {
         let mut line = String::new();
         let mut skip = 0;
         for cell in row {
-            // A wide character covers the cell behind it, which holds a blank of its own.
+            // A wide character covers the next cell, which contains a blank.
             if skip > 0 {
                 skip -= 1;
                 continue;
@@ -119,7 +119,7 @@ struct Snapshot {
     tenant: Option<String>,
     is_running: bool,
     stages: Vec<(StageName, StageState)>,
-    /// Logs that are not as a finished stage wrote them.
+    /// Notes about log files that were changed after their stage had finished.
     notes: Vec<String>,
     training: Option<Training>,
     episodes: Vec<EpisodeLine>,
@@ -149,17 +149,17 @@ struct EpisodeLine {
 
 const N_EPISODES: usize = 6;
 
-/// End of `episodes.jsonl` that is read for them: a record has a few kilobytes.
+/// Size of the part at the end of `episodes.jsonl` that is read for [`N_EPISODES`] episodes; a record has a few kilobytes.
 const EPISODES_TAIL_BYTES: u64 = 128 << 10;
 
-/// Longest text of an episode that is kept: a line of a wide terminal.
+/// Maximum length of a text of an episode: a line of a wide terminal.
 const TEXT_BYTES: usize = 300;
 
-/// Steps whose mean time makes the estimate of what is left.
+/// Number of last steps whose mean time is used to estimate the remaining time.
 const RATE_WINDOW: usize = 20;
 
 impl Snapshot {
-    /// Logs are compared with their digests again where a stage has begun or finished since `before`.
+    /// Reads the state of a run. Log files are compared with their digests only if a stage has begun or finished since `before`.
     fn read(dir: &RunDir, before: Option<&Self>) -> anyhow::Result<Self> {
         if !dir.stages().is_file() && !dir.metrics().is_file() {
             return Err(Stop::not_a_run(dir.root()).into());
@@ -175,7 +175,7 @@ impl Snapshot {
             Some(before) => before.notes.clone(),
             None => run_logs::notes(dir)?,
         };
-        // The configuration names what is planned; without it the rest can still be shown.
+        // The configuration is only needed for the planned number of steps.
         let config = load_resolved(&dir.config()).ok();
         Ok(Self {
             folder: dir.root().display().to_string(),
@@ -195,7 +195,7 @@ impl Training {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             bytes => bytes.with_context(|| format!("{}: cannot be read", dir.metrics().display()))?,
         };
-        // The last line may be half written, even within a character.
+        // The last line may be incomplete, even within a character.
         let lines: Vec<Value> =
             String::from_utf8_lossy(&bytes).lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
         let Some(stage) = lines.last().and_then(|line| line["stage"].as_str()) else { return Ok(None) };
@@ -237,19 +237,19 @@ impl Training {
         self.series.get(name)?.last().copied()
     }
 
-    /// Mean seconds of the last steps.
+    /// Mean seconds per step, over the last [`RATE_WINDOW`] steps.
     fn step_s(&self) -> Option<f64> {
         let times = self.series.get("timing_s/step")?;
         let window = &times[times.len().saturating_sub(RATE_WINDOW)..];
         Some(window.iter().sum::<f64>() / window.len() as f64)
     }
 
-    /// Seconds until the planned steps are done.
+    /// Estimated seconds for the remaining steps.
     fn left_s(&self) -> Option<f64> {
         Some(self.step_s()? * self.n_steps?.saturating_sub(self.step) as f64)
     }
 
-    /// Where the newest step's time went, largest first.
+    /// Seconds per phase of the newest step, longest first.
     fn timing<'a>(&'a self) -> Vec<(&'a str, f64)> {
         let part =
             |(name, values): (&'a String, &'a Vec<f64>)| Some((name.strip_prefix("timing_s/")?, *values.last()?));
@@ -260,7 +260,7 @@ impl Training {
     }
 }
 
-/// The numbers of one line of `metrics.jsonl`.
+/// The metrics of one line of `metrics.jsonl`.
 fn figures(line: &Value) -> Metrics {
     let object = line.as_object().into_iter().flatten();
     object
@@ -299,7 +299,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// A run folder with ten steps of reinforcement learning; the policy falls silent on the way.
+    /// A run folder with ten steps of reinforcement learning, in which the policy's responses become empty.
     fn folder() -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         let line = |step: u32| {
@@ -336,7 +336,7 @@ mod tests {
         assert!(error.contains("not a run's folder"), "{error}");
     }
 
-    /// Symptom: "Is a directory (os error 21)" alone.
+    /// Regression: the message was only "Is a directory (os error 21)".
     #[test]
     fn metrics_that_cannot_be_read_are_named() {
         let folder = tempfile::tempdir().unwrap();

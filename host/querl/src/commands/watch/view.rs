@@ -8,7 +8,7 @@ use ratatui::style::{Color, Style, Stylize};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Gauge, Paragraph, Sparkline};
 
-/// Figures with a curve, in the order in which they are shown: name in `metrics.jsonl`, name on screen.
+/// Metrics that are shown as curves, in the order of display: name in `metrics.jsonl`, name on screen.
 const CURVES: [(&str, &str); 12] = [
     ("avg_reward", "reward"),
     ("val/reward", "val reward"),
@@ -24,7 +24,7 @@ const CURVES: [(&str, &str); 12] = [
     ("response_length/mean", "response length"),
 ];
 
-/// Columns and rows of one curve, including its name.
+/// Size of one curve in columns and rows, name included.
 const CURVE_WIDTH: u16 = 34;
 const CURVE_HEIGHT: u16 = 3;
 
@@ -80,7 +80,7 @@ fn draw_progress(snapshot: &Snapshot, training: &Training, frame: &mut Frame<'_>
     if let Some(step_s) = training.step_s() {
         label.push_str(&format!("  {step_s:.1} s a step"));
     }
-    // A run that is stopped has no estimated end.
+    // Remaining time, only while the run is running.
     let left_s = training.left_s().filter(|left_s| snapshot.is_running && *left_s > 0.0);
     if let Some(left_s) = left_s {
         label.push_str(&format!("  {} left", duration(left_s)));
@@ -92,7 +92,7 @@ fn draw_progress(snapshot: &Snapshot, training: &Training, frame: &mut Frame<'_>
     frame.render_widget(Gauge::default().ratio(ratio).label(label).gauge_style(Style::new().fg(Color::Blue)), bar);
 }
 
-/// `2 h 05 min`, `7 min 30 s`, `12 s`.
+/// Formats a duration: `2 h 05 min`, `7 min 30 s`, `12 s`.
 fn duration(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
     match seconds {
@@ -102,7 +102,7 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-/// The curves of this stage: display name and values.
+/// The curves that this stage has: display name and values.
 fn curves_of(training: &Training) -> Vec<(&'static str, &[f64])> {
     let curve = |(name, shown): &(&str, &'static str)| Some((*shown, training.series.get(*name)?.as_slice()));
     CURVES.iter().filter_map(curve).collect()
@@ -119,7 +119,7 @@ fn draw_curves(curves: &[(&str, &[f64])], per_row: usize, frame: &mut Frame<'_>,
     }
 }
 
-/// A name with the newest value, and the values as bars between its lowest and its highest value.
+/// Draws a curve: its name with the newest value, and the values as bars, scaled from the minimum to the maximum.
 fn draw_curve(name: &str, values: &[f64], frame: &mut Frame<'_>, area: Rect) {
     let newest = values.last().copied().unwrap_or_default();
     let title = Line::from(vec![Span::raw(name.to_owned()), Span::raw(" "), format!("{newest:.4}").bold()]);

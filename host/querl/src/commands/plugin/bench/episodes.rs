@@ -10,7 +10,7 @@ use std::path::Path;
 
 const N_GENERATED: usize = 256;
 
-/// Samples of one query.
+/// Number of generated samples (episodes) per query.
 const N_SAMPLES: usize = 4;
 
 /// Reads the episodes of a file, with their recorded calls of host functions.
@@ -27,7 +27,7 @@ pub(super) fn read(path: &Path) -> Result<(Vec<Episode>, RecordedCalls), Stop> {
     Ok((recorded.into_iter().map(episode).collect(), recorded_calls))
 }
 
-/// Generates episodes with five hits and a judgement each for policy and baseline, and texts as long as those of the example's
+/// Generates episodes with five hits and a judgement for policy and baseline each. Texts have the length of those in the example's
 /// knowledge base.
 pub(super) fn generated() -> Vec<Episode> {
     const QUERIES: [&str; 4] = ["一天几粒啊", "孕妇可以吃这个鱼油吗", "老人腿脚没力气吃哪个好", "和降压药能一起吃不"];
@@ -65,7 +65,7 @@ fn candidate(rewrite: &str, seed: usize) -> Candidate {
     let hit = |rank: usize| Hit {
         id: format!("p{}", (seed + rank) % 7),
         text: passage.into(),
-        // Descending, in 0 to 1, different for each episode.
+        // Descending by rank, within 0 to 1, different for each episode.
         reranker_score: (100 - rank * 13 - seed % 31) as f64 / 100.0,
         retrieval_score: Some((40 - rank) as f64),
         rank: rank as u32 + 1,

@@ -1,4 +1,4 @@
-//! The component of the last save: built in the background, and compared with the native run.
+//! Builds the component of a save and compares it with the native run.
 
 use super::super::replay::{RecordedResults, open_reward, scoring};
 use super::native::NativeReplay;
@@ -25,7 +25,7 @@ pub(super) enum Comparison {
 }
 
 impl Comparison {
-    /// A sentence about what the author has to repair; `None` if nothing.
+    /// What the author has to repair; `None` if nothing.
     pub(super) fn failure(&self) -> Option<&'static str> {
         match self {
             Self::Differs { .. } => Some("the component differs from the native run"),

@@ -1,13 +1,13 @@
-//! Waits for saves in a folder, by modification times: a plugin's folder is small, and this works on every file system.
+//! Watches a folder for saves by polling modification times: a plugin's folder is small, and polling works on every file system.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-/// Time between two looks.
+/// Interval between two scans.
 const POLL: Duration = Duration::from_millis(30);
 
-/// Folders that builds and tests write to, next to hidden ones.
+/// Folders that are not watched, in addition to hidden ones, because builds and tests write to them.
 const NOT_WATCHED: [&str; 5] = ["dist", "node_modules", "target", "venv", "__pycache__"];
 
 /// The files of a folder, each with size and modification time.
@@ -30,7 +30,7 @@ impl Files {
         Self(files)
     }
 
-    /// What differs from an earlier look at `folder`; `None` for nothing.
+    /// Changes since an earlier scan of `folder`; `None` if there are none.
     fn since(&self, earlier: &Self, folder: &Path) -> Option<Save> {
         let written = self.0.iter().filter(|(path, file)| earlier.0.get(*path) != Some(*file));
         let (mut at, mut files) = (SystemTime::UNIX_EPOCH, Vec::new());
@@ -64,8 +64,8 @@ fn add(folder: &Path, files: &mut BTreeMap<PathBuf, (u64, SystemTime)>) {
     }
 }
 
-/// Calls `saved` for each save in `folder` after the state `known`, until it returns false. A save ends when two scans find the
-/// same state: an editor that empties a file before it writes it, or writes several, is one save.
+/// Calls `saved` for each save in `folder` after the state `known`, until it returns false. A save is complete when two scans find the same
+/// state, so that an editor that truncates a file before it writes it, or writes several files, causes one save.
 pub(super) fn watch(folder: &Path, mut known: Files, mut saved: impl FnMut(Save) -> bool) {
     let mut last = Files::of(folder);
     loop {

@@ -1,5 +1,4 @@
-//! Native runs of a plugin for `querl plugin dev`, in processes of their own: scores of recorded episodes, and the author's
-//! tests.
+//! Native runs of a plugin for `querl plugin dev`, in processes of their own: scoring of recorded episodes, and the author's tests.
 
 use anyhow::Context;
 use clap::Args;
@@ -14,14 +13,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-/// Wall time in which a native run begins no episode, after which it is killed. The runners in Python and JavaScript have lower limits, which
-/// name the line; this one is for code that they cannot interrupt, and for Rust.
+/// Maximum wall time per episode; a native run that exceeds it is killed. The runners in Python and JavaScript have lower limits and report
+/// the line; this one is for code that they cannot interrupt, and for Rust.
 const REPLAY_LIMIT: Duration = Duration::from_secs(60);
 
-/// Wall time of the author's tests, without their build, after which they are killed.
+/// Maximum wall time of the author's tests, without their build.
 const TEST_LIMIT: Duration = Duration::from_secs(120);
 
-/// An error in the author's code, with its place.
+/// An error in the author's code, with its source location.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Fault {
@@ -40,7 +39,7 @@ pub(super) struct NativeResult {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct NativeReplay {
     pub(super) range: (f64, f64),
-    /// The result for each episode, in order.
+    /// Results by episode, in the order of the episodes.
     pub(super) results: Vec<NativeResult>,
     /// Seconds spent in the plugin, without starting the process and reading the episodes.
     pub(super) seconds: f64,
@@ -48,7 +47,7 @@ pub(super) struct NativeReplay {
     pub(super) output: String,
 }
 
-/// A line of the file that the runners of the SDKs write.
+/// A line of the file with results, which the runners of the SDKs write.
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 enum Line {
@@ -62,8 +61,8 @@ enum Line {
     Seconds(f64),
 }
 
-/// Scores the episodes natively. `Err` holds what the author has to repair first: the plugin does not compile, cannot be
-/// imported, refuses a setting or does not end. The results are written to a file in `scratch`.
+/// Scores the episodes natively, with a file for the results in `scratch`. The inner `Err` is what the author has to repair: the plugin
+/// does not compile, cannot be imported, refuses a setting or does not end.
 pub(super) fn replay(
     folder: &NativeFolder,
     episodes: &Path,
@@ -94,7 +93,7 @@ pub(super) fn replay(
     let output = text_of(&done);
     let text = std::fs::read_to_string(&results).context("results of the native run")?;
     if !done.status.success() {
-        // A runner that ends itself says why.
+        // A runner that ends itself has written the reason.
         let refused = read(&text, String::new()).ok().flatten().and_then(Result::err);
         let message = || match is_killed {
             true => still_runs(&text, REPLAY_LIMIT),
@@ -110,7 +109,7 @@ fn run(command: &mut Command) -> anyhow::Result<Output> {
     child_output(command).map_err(|error| not_started(command, error))
 }
 
-/// As [`child_output_within`].
+/// Like [`child_output_within`], with an error about a program that cannot be started.
 fn run_within(
     command: &mut Command,
     limit: Duration,
@@ -129,13 +128,13 @@ fn not_started(command: &Command, error: std::io::Error) -> anyhow::Error {
     }
 }
 
-/// stdout and stderr.
+/// stdout and stderr of a process, as text.
 fn text_of(output: &Output) -> String {
     let texts = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).trim().to_owned());
     texts.join("\n").trim().to_owned()
 }
 
-/// Why there are no results: `text` is what was written of them.
+/// Message about a native run without complete results. `text`: the results that were written.
 fn ended(done: &Output, output: &str, text: &str) -> String {
     let last = output.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("no output");
     let old_sdk = ["No module named querl_sdk.dev", "dev.js'"].iter().any(|sign| output.contains(sign));
@@ -148,7 +147,7 @@ fn ended(done: &Output, output: &str, text: &str) -> String {
     }
 }
 
-/// The episode that was begun last.
+/// Id of the last episode whose scoring was started.
 fn begun(text: &str) -> Option<String> {
     text.lines().rev().find_map(|line| match serde_json::from_str(line) {
         Ok(Line::Begun(id)) => Some(id),
@@ -156,7 +155,7 @@ fn begun(text: &str) -> Option<String> {
     })
 }
 
-/// Why a native run was killed.
+/// Message about a native run that was killed at its time limit.
 fn still_runs(text: &str, limit: Duration) -> String {
     let seconds = limit.as_secs();
     match begun(text) {
@@ -194,7 +193,7 @@ fn compile_error(output: &Output) -> Fault {
     text.lines().find_map(place).unwrap_or_else(any)
 }
 
-/// `None` where the last line is missing: the process ended while it scored.
+/// Parses the results of a native run; `None` if the last line is missing, because the process ended while it scored.
 fn read(text: &str, output: String) -> anyhow::Result<Option<Result<NativeReplay, Fault>>> {
     let refused = |message| Ok(Some(Err(Fault { message, file: None, line: None })));
     let mut replay = NativeReplay { range: (0.0, 0.0), results: Vec::new(), seconds: 0.0, output };
@@ -256,7 +255,7 @@ pub(super) fn test(folder: &NativeFolder) -> anyhow::Result<Option<Tests>> {
     Ok(Some(Tests { passed, seconds: started.elapsed().as_secs_f64(), output }))
 }
 
-/// Whether the tests passed, and what they wrote where they did not.
+/// Runs the tests: true if they passed, and the output of failed tests.
 fn tested(command: &mut Command, limit: Duration) -> anyhow::Result<(bool, String)> {
     let (done, is_killed) = run_within(command, limit, || 0)?;
     let passed = done.status.success();
@@ -266,7 +265,7 @@ fn tested(command: &mut Command, limit: Duration) -> anyhow::Result<(bool, Strin
         let said = format!(
             "ended: the tests still ran after {seconds} s; look for an endless loop in tests/ or in what they call"
         );
-        // Of the stack in Python, the author's lines: the last lines are shown.
+        // Only the last lines are shown, so lines of Python's `unittest` in stack traces are removed.
         let is_own = |line: &&str| !line.contains("/unittest/") && !line.contains("File \"<string>\"");
         let lines: Vec<&str> = output.lines().filter(is_own).chain([said.as_str()]).collect();
         return Ok((false, lines.join("\n")));
@@ -274,9 +273,9 @@ fn tested(command: &mut Command, limit: Duration) -> anyhow::Result<(bool, Strin
     Ok((passed, tap_failures(&output).unwrap_or(output)))
 }
 
-/// The failures of a TAP report, each with its error, values and place; `None` for another output.
+/// The failures in a TAP report, with error, values and source location; `None` if the output is not TAP.
 fn tap_failures(output: &str) -> Option<String> {
-    /// Keys of a failure that say nothing more, and lines of the stack in Node.js.
+    /// Keys of a failure without useful information. The lines of Node.js in stack traces are also left out.
     const LEFT_OUT: [&str; 8] =
         ["---", "duration_ms:", "type:", "failureType:", "code:", "name:", "operator:", "stack:"];
     let (mut kept, mut is_in_failure) = (Vec::new(), false);
@@ -300,12 +299,11 @@ pub const REPLAY_COMMAND: &str = "__replay-native-library";
 pub struct LibraryArgs {
     /// The dynamic library of the plugin
     library: PathBuf,
-    /// What its function `querl_dev_replay` is given
+    /// The argument of its function `querl_dev_replay`
     request: String,
 }
 
-/// Runs [`REPLAY_COMMAND`]: scores episodes with a dynamic library, in a process of its own, since a fault of the plugin may end
-/// it.
+/// Runs [`REPLAY_COMMAND`]: scores episodes with a dynamic library. In a process of its own, because a crash of the plugin ends it.
 pub fn replay_library(args: &LibraryArgs) -> anyhow::Result<()> {
     let name = args.library.display();
     // SAFETY: the library is the author's own code, which `querl plugin dev` has built and runs.
@@ -339,7 +337,7 @@ mod tests {
         assert_eq!(replay.results[0].log, ["info: a"]);
         let fault = replay.results[1].outcome.as_ref().unwrap_err();
         assert_eq!(fault.message, "total is 1.5; expected a number within the declared range 0 to 1");
-        // Symptom: a name that is a fault in the component passed natively.
+        // Regression: a name that is a fault in the component was accepted natively.
         let fault = replay.results[4].outcome.as_ref().unwrap_err();
         assert_eq!(fault.message, "component name is `保留`; expected 1 to 64 of a to z, 0 to 9 and _");
         assert_eq!(replay.results[2].outcome.as_ref().unwrap().as_ref().unwrap_err().code, "no_hits");
@@ -351,7 +349,7 @@ mod tests {
         assert!(read("{\"range\": [0, 1]}\n{\"begun\": \"a\"}\n", String::new()).unwrap().is_none());
     }
 
-    /// Symptom: tests and native runs that do not end left `querl plugin dev` waiting without a word.
+    /// Regression: `querl plugin dev` waited without a message for tests and native runs that do not end.
     #[cfg(unix)]
     #[test]
     fn tests_that_do_not_end_are_killed_with_a_sentence_after_their_output() {
@@ -365,7 +363,7 @@ mod tests {
         assert!(still_runs("", REPLAY_LIMIT).contains("top level of the plugin"));
     }
 
-    /// Symptom: only the last lines of the tests of a plugin in JavaScript were shown, its counts.
+    /// Regression: of the tests of a plugin in JavaScript, only the counts in the last lines were shown.
     #[test]
     fn failures_of_node_are_kept_and_its_counts_are_not() {
         let output = "TAP version 13\n# Subtest: a\nok 1 - a\n  ---\n  duration_ms: 5.0\n  ...\n# Subtest: total\nnot ok 2 - total\n  ---\n  \

@@ -7,13 +7,13 @@ use querl_eval::{Outcome, OutcomeChange, OutcomeChanges, ScoreSummary};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Longest line, in terminal columns.
+/// Maximum length of a line, in terminal columns.
 const MAX_WIDTH: usize = 100;
 
-/// Longest message, in bytes.
+/// Maximum length of a message, in bytes.
 const MAX_MESSAGE_BYTES: usize = 4000;
 
-/// Changed episodes, faults, log lines and lines of output that are listed.
+/// Maximum number of listed changed episodes, faults, log lines and lines of output.
 const N_SHOWN: usize = 5;
 
 /// State of the plugin after a save; its JSON form is the output of `--json`.
@@ -50,15 +50,15 @@ pub(super) struct Scores {
     since_last_save: Option<OutcomeChanges>,
     #[serde(skip_serializing_if = "Option::is_none")]
     since_recording: Option<OutcomeChanges>,
-    /// Cautions on the recorded outcomes.
+    /// Notes on the comparison with recorded outcomes.
     notes: Vec<String>,
     n_faults: usize,
-    /// The most frequent ones.
+    /// The most frequent faults.
     faults: Vec<FaultGroup>,
     n_log_lines: usize,
-    /// The first ones.
+    /// The first log lines.
     log: Vec<LogLine>,
-    /// What the plugin wrote to stdout and stderr, the last lines.
+    /// The last lines that the plugin wrote to stdout and stderr.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     output: Vec<String>,
 }
@@ -77,7 +77,7 @@ struct LogLine {
     line: String,
 }
 
-/// A recorded episode, with the outcome that was recorded for it, if there is one.
+/// A recorded episode, and its recorded outcome, if there is one.
 pub(super) struct Recorded<'a> {
     pub(super) id: &'a str,
     pub(super) query: &'a str,
@@ -85,7 +85,7 @@ pub(super) struct Recorded<'a> {
 }
 
 impl Scores {
-    /// Summarises a native run. `previous` is the run of the save before, for the changes since then.
+    /// Summarises a native run. `previous`: the run of the previous save, for the changes since then.
     pub(super) fn of(
         recorded: &[Recorded<'_>],
         replay: &NativeReplay,
@@ -133,7 +133,7 @@ impl Scores {
         {
             if let Some(changes) = changes {
                 lines.push(String::new());
-                // The start of a query is enough.
+                // Long queries are cut: their beginning identifies them.
                 lines.extend(changes.lines(title).iter().map(|line| querl_eval::cut(line, MAX_WIDTH)));
             }
         }
@@ -158,7 +158,7 @@ impl Scores {
     }
 }
 
-/// Of the episodes that both sides have scored or rejected.
+/// Changes of outcomes, for episodes that have an outcome in both runs.
 fn changes<'a>(
     recorded: &[Recorded<'_>],
     befores: impl Iterator<Item = Option<&'a Outcome>>,
@@ -170,7 +170,7 @@ fn changes<'a>(
     OutcomeChanges::of(compared, N_SHOWN)
 }
 
-/// Equal faults together, the most frequent first.
+/// Groups equal faults, the most frequent first.
 fn faults(recorded: &[Recorded<'_>], replay: &NativeReplay) -> Vec<FaultGroup> {
     let mut groups: BTreeMap<&Fault, (usize, &str)> = BTreeMap::new();
     for (result, episode) in replay.results.iter().zip(recorded) {
@@ -185,7 +185,7 @@ fn faults(recorded: &[Recorded<'_>], replay: &NativeReplay) -> Vec<FaultGroup> {
     groups
 }
 
-/// `plugin.py:14  ZeroDivisionError: division by zero`.
+/// A fault as a line: `plugin.py:14  ZeroDivisionError: division by zero`.
 fn place(fault: &Fault) -> String {
     match (&fault.file, fault.line) {
         (Some(file), Some(line)) => format!("{file}:{line}  {}", fault.message),
@@ -194,7 +194,7 @@ fn place(fault: &Fault) -> String {
 }
 
 impl Picture {
-    /// Sentences about what the author has to repair.
+    /// What the author has to repair; empty if nothing.
     pub(super) fn failures(&self) -> Vec<String> {
         let n_faults = self.scores.as_ref().map_or(0, |scores| scores.n_faults);
         let has_failed_tests = self.tests.as_ref().is_some_and(|tests| !tests.passed);
@@ -224,7 +224,7 @@ impl Picture {
         let Some(Tests { passed, seconds, output }) = &self.tests else { return Vec::new() };
         let said = if *passed { "passed" } else { "failed" };
         let output: Vec<&str> = output.lines().filter(|line| !line.trim().is_empty()).collect();
-        // A report of TAP has its failures alone; another one ends with them.
+        // All lines of a TAP report, because it was reduced to its failures; otherwise the last lines, where failures are usually printed.
         let is_tap = output.first().is_some_and(|line| line.trim_start().starts_with("not ok "));
         let n_left_out = if is_tap { 0 } else { output.len().saturating_sub(3 * N_SHOWN) };
         let shown = output.iter().skip(n_left_out).take(3 * N_SHOWN);
@@ -261,7 +261,7 @@ mod tests {
         NativeReplay { range: (0.0, 1.0), results, seconds: 2e-6, output: String::new() }
     }
 
-    /// Symptom: a message was cut before its remedy.
+    /// Regression: a long message was cut before its remedy.
     #[test]
     fn a_long_message_is_folded_and_whole() {
         let message = "TypeError: `DeadlineKept.requires` is ('column',); expected a tuple of 'response', 'prompt', 'columns', 'baseline', 'retrieval'";

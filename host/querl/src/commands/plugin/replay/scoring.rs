@@ -1,4 +1,4 @@
-//! Scores many episodes with one plugin, on all cores.
+//! Scores many episodes with one plugin, in parallel on all cores.
 
 use crate::terminal::StageProgress;
 use querl_core::ports::{PluginFault, Progress, RewardModel};
@@ -8,13 +8,13 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// As training hands them over. A larger batch spares a fast plugin little and brings a slow one nearer to its time limit.
+/// Episodes per call, as in training. Larger batches save little time with a fast plugin, and a slow one may exceed its time limit.
 const BATCH: usize = 64;
 
 const SILENT_FOR: Duration = Duration::from_secs(2);
 
-/// Scores episodes with a plugin: one outcome per episode, in order, whatever the number of cores. `label` stands before the
-/// progress, which is shown if it takes long.
+/// Scores episodes with a plugin: one outcome per episode, in order, independent of the number of cores. `label`: name of the progress,
+/// which is shown after [`SILENT_FOR`].
 pub(in crate::commands::plugin) fn score(
     model: &dyn RewardModel,
     episodes: &[Episode],
@@ -54,7 +54,7 @@ fn score_on(
     Ok(outcomes)
 }
 
-/// The episodes in order, [`BATCH`] at a time, or more so that no group is divided.
+/// Splits the episodes into batches of [`BATCH`], or more, so that no group is divided.
 fn batches(mut episodes: &[Episode]) -> Vec<&[Episode]> {
     let mut batches = Vec::new();
     while !episodes.is_empty() {
@@ -69,7 +69,7 @@ fn batches(mut episodes: &[Episode]) -> Vec<&[Episode]> {
     batches
 }
 
-/// The scores of one batch, with its position.
+/// Index and outcomes of one batch.
 type ScoredBatch = (usize, Result<Vec<Outcome>, PluginFault>);
 
 struct Work<'a> {
@@ -82,7 +82,8 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    /// Takes batches in order until none is left. All before a fault are taken by then, so the first fault is always found.
+    /// Scores batches in order until none is left or a fault occurs. All batches before a fault were started by then, so the first fault in
+    /// the order of the episodes is always found.
     fn run(&self) -> Vec<ScoredBatch> {
         let mut scored = Vec::new();
         while !self.stop.load(Ordering::SeqCst) {
@@ -97,7 +98,7 @@ impl Work<'_> {
     }
 }
 
-/// Progress, shown only for replays that take long.
+/// Progress that is shown only after [`SILENT_FOR`].
 struct LateProgress {
     label: &'static str,
     since: Instant,
@@ -120,7 +121,7 @@ mod tests {
     use querl_core::ports::{FaultKind, RewardRange};
     use querl_core::records::Reward;
 
-    /// Scores an episode with the number that is its id; those in `broken` are a fault, the earlier the slower.
+    /// Scores an episode with its id as a number. Episodes in `broken` fault, earlier ones more slowly.
     struct Numbers {
         broken: &'static [usize],
     }
