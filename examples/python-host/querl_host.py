@@ -223,7 +223,7 @@ class Plugin:
         return [check(f"item `{item['id']}`", result) for item, result in zip(items, results)]
 
     def score(self, episodes, calls=None):
-        """`{"scored": ...}` or `{"rejected": ...}` per episode. `calls`: recorded host calls by episode id; by group id for group rewards."""
+        """`{"scored": ...}` or `{"rejected": ...}` per episode. `calls`: recorded calls by episode id; by group id for group rewards."""
         self.demand(self.reward, "is no reward", "load")
         episodes, batches, scored = [self.stripped(episode) for episode in episodes], {}, {}
         for index, episode in enumerate(episodes):
