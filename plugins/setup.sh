@@ -1,15 +1,15 @@
 #!/bin/sh
-# Installs what builds and tests the first-party plugins in Python and JavaScript, at pinned versions and into this folder alone:
-# a virtual environment in .venv, packages in node_modules. Needs python3 (3.10 or later), Node.js (20 or later), npm, and their
-# registries; afterwards no build needs a network. About 600 MB.
+# Installs the build and test tools of the first-party plugins in Python and JavaScript, at pinned versions, into .venv and node_modules of
+# this folder (about 600 MB). Needs python3 (3.10 or later), Node.js (20 or later), npm, and access to their registries. Builds then need no
+# network.
 #
 #     plugins/setup.sh
 set -eu
 cd "$(dirname "$0")"
 python3 -m venv .venv
 .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
-# The packages run nothing when they are installed. Without a lock file: npm 11 does not take the one that it writes itself, for an
-# optional package of another platform. preview2-shim is named because componentize-js uses it and does not always bring it.
+# Without install scripts, which no package needs. Without a lock file: npm 11 rejects the one that it writes, because of an optional
+# package for another platform. package.json lists preview2-shim, because componentize-js uses it and does not always install it.
 npm install --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
 .venv/bin/componentize-py --version
 node --version

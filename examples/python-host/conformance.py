@@ -1,4 +1,4 @@
-"""The protocol of `querl-conformance --host` for this host: one JSON object a line (docs/spec/host-protocol.md)."""
+"""Runs this host under `querl-conformance --host`: one JSON object per line on stdin and stdout (docs/spec/host-protocol.md)."""
 
 import json, sys
 from querl_host import Fault, Plugin

@@ -1,6 +1,6 @@
 """A host for querl plugins of contract 0.1 and 0.2 on the package `wasmtime` 50.x: `Plugin(path, settings, limits).score(episodes)`.
 
-docs/spec/ specifies what it does. Arguments and results are in the JSON form of the contract.
+docs/spec/ is the specification. Arguments and results are in the JSON form of the contract.
 """
 
 import json, random, re, struct, threading, time
@@ -21,7 +21,7 @@ NOT_RECORDED = {"failed": {"kind": "not_recorded", "message": "the recording has
 
 
 class Fault(Exception):
-    """A plugin broke the contract or a limit: `kind` is load, settings, trap, limit or result."""
+    """A violation of the contract or of a limit by a plugin. `kind` is load, settings, trap, limit or result."""
 
     def __init__(self, kind, message):
         super().__init__(message)
@@ -29,7 +29,7 @@ class Fault(Exception):
 
 
 def nothing(ty):
-    """The answer of WASI to a guest that gets nothing: an empty list, none, 0, ok, a handle without use."""
+    """The default result of a WASI function, by type: an empty list, none, 0, ok, or a handle without function."""
     match ty:
         case c.ListType(): return []
         case c.OwnType(): return c.ResourceHost.own(0, 0)
@@ -54,7 +54,7 @@ compiled = lru_cache(maxsize=16)(lambda component: c.Component(ENGINE, component
 
 
 class Plugin:
-    """A component with its settings. Every call runs in a fresh instance. For one thread at a time."""
+    """A component with its settings. Each call runs in a new instance. Not thread-safe."""
 
     def __init__(self, path, settings=None, limits=None):
         self.title, self.settings, self.limits, self.range = str(path), {}, {**LIMITS, **(limits or {})}, (0.0, 1.0)
@@ -94,7 +94,7 @@ class Plugin:
             self.demand(-1e9 <= low < high <= 1e9, f"its range is {low} to {high}")
 
     def interfaces(self, externs, prefix):
-        """Name, short name where it is of the contract, and items of each import or export with the prefix; checks the versions."""
+        """Yields name, short name (without `querl:plugin/`) and items of each import or export with the prefix. Checks the versions."""
         for name, extern in ((name, extern) for name, extern in externs.items() if name.startswith(prefix)):
             scope, _, version = name.partition("@")
             is_ours = scope.startswith("querl:plugin/")
@@ -117,7 +117,7 @@ class Plugin:
         raise WasmtimeError(message)
 
     def host_function(self, name, ty):
-        """`settings.get`, `log.log`, or a host function whose results are in the recorded calls of the item."""
+        """Implements `settings.get`, `log.log`, and host functions, whose results come from the recorded calls of the item."""
         if name == "log.log":
             return lambda *_: None
         if name == "settings.get":
@@ -136,7 +136,7 @@ class Plugin:
         return call
 
     def wasi(self, interface, name, ty):
-        """Clocks stand at 0, random numbers are a fixed sequence, stderr is kept, and nothing else has an effect."""
+        """Implements a WASI function: clocks return 0, random numbers are a fixed sequence, stderr is stored; others have no effect."""
         is_refused = interface.startswith(("wasi:filesystem/types", "wasi:sockets", "wasi:http")) or name == "exit"
 
         def call(_, *arguments):
@@ -161,7 +161,7 @@ class Plugin:
         return call
 
     def call(self, interface, function, *arguments, n_items=1, is_lowered=False):
-        """Calls a function in a fresh instance."""
+        """Calls an exported function in a new instance, with fuel and host calls for `n_items`, and checks the size of the result."""
         limits = self.limits
         self.store, self.random, self.stderr, self.refusal, self.read = Store(ENGINE), random.Random(0), b"", None, set()
         self.n_calls_left = limits["host_calls_per_item"] * n_items
@@ -204,7 +204,7 @@ class Plugin:
         return {"rejected": rejection}
 
     def result(self, item, result):
-        """A checked result of a reward or a style scorer."""
+        """Checks a result of a reward or a style scorer."""
         (case, score), = result.items()
         if case in ("err", "rejected"):
             return self.rejection(item, score)
@@ -223,7 +223,7 @@ class Plugin:
         return [check(f"item `{item['id']}`", result) for item, result in zip(items, results)]
 
     def score(self, episodes, calls=None):
-        """`{"scored": ...}` or `{"rejected": ...}` for each episode. `calls`: recorded host calls by id, of groups by group id."""
+        """`{"scored": ...}` or `{"rejected": ...}` per episode. `calls`: recorded calls by episode id; by group id for group rewards."""
         self.demand(self.reward, "is no reward", "load")
         episodes, batches, scored = [self.stripped(episode) for episode in episodes], {}, {}
         for index, episode in enumerate(episodes):
@@ -235,7 +235,7 @@ class Plugin:
         return [scored[index] for index in range(len(episodes))]
 
     def stripped(self, episode):
-        """An episode without the inputs that the plugin does not declare."""
+        """The episode without the inputs that the plugin does not declare."""
         def without(record, names):
             return {key: value for key, value in record.items() if key not in names or key in self.inputs}
         episode = without(episode, ("response", "prompt", "columns", "baseline"))
@@ -243,7 +243,7 @@ class Plugin:
         return {**episode, **sides}
 
     def score_call(self, batch):
-        """In the JSON form or the packed form where the plugin has one, else as records."""
+        """Calls the reward with a batch in its JSON form or packed form, if it exports one, else as records."""
         function = "score-group" if self.reward == "group-rewards" else "score-batch"
         types = self.exports[self.reward][1][function]
         try:
@@ -294,7 +294,7 @@ class Plugin:
 
 
 def rendered(value):
-    """A setting as the text of `settings.get`."""
+    """The text form of a setting, as `settings.get` returns it: decimal notation for numbers, JSON for booleans and lists."""
     if isinstance(value, float):
         return format(Decimal(repr(value)), "f")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))

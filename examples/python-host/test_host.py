@@ -1,4 +1,4 @@
-"""Tests of the host: `python test_host.py`, in an environment with requirements.txt. They need no network."""
+"""Tests of the host, without network: run `python test_host.py` in an environment with requirements.txt."""
 
 import json, struct, unittest
 from pathlib import Path
@@ -11,7 +11,7 @@ EPISODE = {"id": "a", "group_id": "a", "sample_index": 0, "query": "0.25", "poli
 
 
 class Vectors(unittest.TestCase):
-    """docs/spec/vectors"""
+    """The packed form against the test vectors of the specification (docs/spec/vectors)."""
 
     @classmethod
     def setUpClass(cls):

@@ -1,11 +1,11 @@
-"""Values of the contract in three forms: JSON, what the package `wasmtime` takes, packed bytes (docs/spec/encoding.md)."""
+"""Conversions between three forms of values: JSON, objects of the package `wasmtime`, and packed bytes (docs/spec/encoding.md)."""
 
 import struct
 from wasmtime import component as c
 
 
 def shape(ty):
-    """A component's type as tuples."""
+    """A type of a component as a nested tuple: a kind with its fields, element type or cases, or the name of a simple type."""
     match ty:
         case c.RecordType(): return ("record", [(name, shape(field)) for name, field in ty.fields])
         case c.ListType(): return ("list", shape(ty.element))
@@ -17,7 +17,7 @@ def shape(ty):
 
 
 def field_of(record, name):
-    """A field of a JSON record. Contract 0.1 has `truncated`; `columns` are an object."""
+    """A field of a JSON record; None if absent. Derives `truncated` of contract 0.1, and converts the object `columns` to a list."""
     if name == "truncated":
         return (record or {}).get("finish_reason") == "length"
     value = (record or {}).get(name.replace("-", "_"))
@@ -25,7 +25,7 @@ def field_of(record, name):
 
 
 def case_of(cases, value):
-    """Case, payload and type of a JSON value. Where contract 0.1 has no `none` and no `other`, the cases that stand for them."""
+    """Case, payload and payload type of a variant in JSON. Contract 0.1 has other cases in place of `none` and `other`."""
     types = dict(cases)
     if "number" in types:
         name = {bool: "flag", int: "number", float: "number", list: "items"}.get(type(value), "text")
@@ -41,7 +41,7 @@ def case_of(cases, value):
 
 
 def lower(shape, value):
-    """JSON to what the package `wasmtime` takes."""
+    """Converts a JSON value to the form of the package `wasmtime`."""
     match shape:
         case ("record", fields):
             record = c.Record()
@@ -59,7 +59,7 @@ def lower(shape, value):
 
 
 def lift(value):
-    """The reverse of `lower`. Only variants whose cases have values of one type keep their names."""
+    """Converts a value of the package `wasmtime` to JSON. `wasmtime` drops the case of a variant whose cases have different types."""
     match value:
         case c.Record(): return {name.replace("-", "_"): lift(field) for name, field in vars(value).items() if field is not None}
         case list(): return [lift(entry) for entry in value]
@@ -70,7 +70,7 @@ def lift(value):
 
 
 def pack(shape, value):
-    """The packed form of a JSON value."""
+    """Encodes a JSON value in the packed form."""
     match shape:
         case ("record", fields): return b"".join(pack(field, field_of(value, name)) for name, field in fields)
         case ("list", element): return struct.pack("<I", len(value or [])) + b"".join(pack(element, entry) for entry in value or [])
@@ -83,7 +83,7 @@ def pack(shape, value):
 
 
 def unpack(shape, data):
-    """The JSON value that the bytes are. Raises `ValueError` or `struct.error`."""
+    """Decodes a JSON value from the packed form. Raises `ValueError` or `struct.error` for invalid bytes."""
     value, end = unpack_at(shape, data, 0)
     if end != len(data):
         raise ValueError(f"byte {end}: expected the end")

@@ -1,4 +1,4 @@
-"""Which words make a claim, and when a sentence with such a word does not make it."""
+"""Finds claims in a text by words and patterns. Negations, questions and allowed phrases are not claims: see README.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _WORKS = ("有效", "见效", "管用")
 
 _Patterns = dict[str, tuple[tuple[str, ...], re.Pattern[str]]]
 
-# By code: words without which there is no such claim, and the claim. The first code that has a claim is the one given.
+# By code of the claim: a list of words, one of which is part of every such claim, and the regular expression of the claim. If a text has
+# several claims, the first code is reported.
 _WRITTEN: dict[str, tuple[tuple[str, ...], str]] = {
     "cure_claim": (tuple(_CURES), "|".join(_CURES)),
     "safety_claim": (
@@ -35,17 +36,18 @@ _WRITTEN: dict[str, tuple[tuple[str, ...], str]] = {
         rf"(?:{_SURE}|保证|包)(?:{'|'.join(_WORKS)})|有效率(?:高)?达|立竿见影|一吃就(?:灵|好)|无效退款",
     ),
 }
-# Here and not in `Claims`: a component keeps what was made when its modules were loaded, and compiling costs 14 million units of fuel.
+# Compiled when the module is loaded, which is when the component is built. In `Claims` it would cost 14 million units of fuel per call.
 PATTERNS: _Patterns = {code: (words, re.compile(pattern)) for code, (words, pattern) in _WRITTEN.items()}
-# Most texts have none of the words: one look for all takes less than a search for each.
+# Most texts have none of the words: one search for all of them is cheaper than one search for each.
 _ANY_WORD = re.compile("|".join(word for words, _ in _WRITTEN.values() for word in words))
-# No match begins or ends farther from one of its words than this.
+# Maximum distance in characters between a word and the start or end of a match that contains it.
 _REACH = 12
 
 _SENTENCE_ENDS = "。!?\n"
 _CLAUSE_ENDS = _SENTENCE_ENDS + ",、;:"
 _QUESTIONS = "? 吗 能否 可否 是否 能不能 可不可以 是不是 会不会 有没有 有无 真的么 什么 怎么 哪些 为何".split()
-# A negation reaches the word through helpers only: 不能完全替代药物, but not 不得不说它根治.
+# Words that may stand between a negation and a claim: 不能完全替代药物 is negated. With other words between them a claim is not negated:
+# 不得不说它根治.
 _HELPERS = (
     r"(?:能够|能|可以|可|会|得|应该|应|要|是|用于|用来|用作|用|作为|当作|完全|直接|彻底|声称|宣称|宣传|保证|具有|起到|有|被|指望)"
 )
@@ -57,14 +59,14 @@ _LONGEST_NEGATION = 24
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that a text makes."""
+    """A claim in a text: its code and the matched words."""
 
     code: str
     word: str
 
 
 class Claims:
-    """Finds claims. `allowed` phrases are not looked into; `questions_count` says whether a question makes a claim."""
+    """Finds claims. `extra_words` are claims too; `allowed` phrases are ignored; `questions_count`: True if questions are claims."""
 
     def __init__(self, extra_words: list[str], allowed: list[str], *, questions_count: bool) -> None:
         self._extra: _Patterns = {}
@@ -75,7 +77,7 @@ class Claims:
         self._questions_count = questions_count
 
     def first(self, text: str) -> Claim | None:
-        """The first claim of the first code that has one."""
+        """The first claim in the order of the codes; None if the text has none."""
         text = normalised(text)
         for phrase in self._allowed:
             text = text.replace(phrase, "、")
@@ -94,7 +96,7 @@ class Claims:
 
 
 def normalised(text: str) -> str:
-    """Full-width forms as ASCII, lower case, no blanks: １００％ 有效 is 100%有效."""
+    """NFKC in lower case, without white space other than line feeds: １００％ 有效 gives 100%有效."""
     text = unicodedata.normalize("NFKC", text).lower()
     if "\n" not in text:
         return "".join(text.split())
@@ -102,7 +104,7 @@ def normalised(text: str) -> str:
 
 
 def _matches(text: str, words: tuple[str, ...], pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
-    """Looks only where a word is: a pattern over a whole long text costs thousands of instructions a character."""
+    """Searches the pattern only near the words, because a regular expression costs thousands of instructions per character."""
     for word in words:
         start = text.find(word)
         while start >= 0:
@@ -126,7 +128,7 @@ def _asks(sentence: str) -> bool:
 
 def _is_negated(before: str, word: str) -> bool:
     if word.startswith("没") and before.endswith("有"):
-        return True  # 有没有副作用 asks.
+        return True  # 有没有副作用 is a question
     chain = _NEGATED.search(before[-_LONGEST_NEGATION:])
-    # 没有不能治愈的 denies twice.
+    # An even number of negations is a claim: 没有不能治愈的.
     return chain is not None and len(_NEGATION.findall(chain.group())) % 2 == 1

@@ -1,4 +1,4 @@
-"""Drops samples whose rewrite makes a claim that advertising for health food must not make: README.md has the list."""
+"""Filter: drops samples whose rewrite makes a claim that is banned in advertising for health food. README.md has the list."""
 
 from claims import Claims, normalised
 from querl_sdk import Filter, Rejection, Sample, SettingError, Settings, export

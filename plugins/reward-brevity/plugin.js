@@ -1,4 +1,4 @@
-// Rewards rewrites that are shorter than the teacher's and find as much: README.md has the formula.
+// Reward for rewrites that are shorter than the teacher's and retrieve hits of the same quality. README.md has the formula.
 
 import { plugin } from "#querl-sdk";
 import { nChars } from "./text.js";
@@ -19,13 +19,13 @@ export class Brevity {
     const { policy } = episode;
     const baseline = episode.baselineOrReject();
     const before = top1(baseline, "baseline");
-    // A response without a rewrite is not looked up.
+    // A response without a rewrite has no retrieval; it gets the lowest score.
     if (policy.rewrite === undefined) return scored(-1, false);
     const keptQuality = top1(policy, "policy") >= before - this.tolerance;
     return scored(this.saving(nChars(policy.rewrite), nChars(baseline.rewrite ?? "")), keptQuality);
   }
 
-  /** Share of the longer rewrite's characters that the policy saves, -1 to 1. A rewrite that says nothing saves nothing. */
+  /** Characters saved by the policy as a share of the longer rewrite, -1 to 1. A rewrite without letters or digits gets -1. */
   saving(nPolicy, nBaseline) {
     if (nPolicy === 0) return -1;
     const [policy, baseline] = [nPolicy, nBaseline].map((n) => Math.max(n, this.enoughChars));
@@ -33,7 +33,7 @@ export class Brevity {
   }
 }
 
-/** What is saved at the cost of what is found is not paid; what is wasted is charged either way. */
+/** The score: a positive saving counts only if the quality of retrieval was kept, a negative one always. */
 function scored(saving, keptQuality) {
   const total = keptQuality ? saving : Math.min(saving, 0);
   return { total, components: { saving, kept_quality: keptQuality ? 1 : 0 } };

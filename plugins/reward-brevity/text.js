@@ -1,6 +1,6 @@
-// How long a rewrite is for a reader.
+// Length of a rewrite in characters, without spaces and punctuation.
 
-/** First and last code unit of what is no letter or digit: ASCII, general, Chinese and full-width; and second halves of pairs. */
+/** Ranges of UTF-16 code units that do not count: spaces, punctuation (ASCII, general, CJK, full-width), and low surrogates. */
 const NOT_COUNTED = [
   [0x00, 0x2f],
   [0x3a, 0x40],
@@ -16,11 +16,11 @@ const NOT_COUNTED = [
   [0xff5b, 0xff65],
 ];
 
-// A regular expression would cost a component thousands of instructions a character.
+// 1 for code units that count. A table, because a regular expression takes thousands of instructions per character in a component.
 const COUNTED = new Uint8Array(0x10000).fill(1);
 for (const [first, last] of NOT_COUNTED) COUNTED.fill(0, first, last + 1);
 
-/** Characters of the text; spaces and punctuation do not count. */
+/** Number of code points of a text, without spaces and punctuation. */
 export function nChars(text) {
   let n = 0;
   for (let index = 0; index < text.length; index += 1) n += COUNTED[text.charCodeAt(index)];

@@ -1,8 +1,8 @@
-"""Charges a rewrite for terms that it copies from the query or from the user's profile: README.md has the formula."""
+"""Penalty for terms that a rewrite copies from the query or the user's profile. README.md has the formula."""
 
 from querl_sdk import Episode, Reward, Score, Settings, export, text
 
-# A text is looked at up to here: a rewrite is a line, and each character costs fuel.
+# Texts are cut to this length, which is above that of a usual rewrite, because each character costs fuel.
 _MAX_CHARS = 300
 
 
@@ -22,12 +22,12 @@ class CopiedTerms(Reward):
         query = rewrite & self._terms(episode.query)
         profile = (rewrite & self._terms(episode.context.user_profile)) - query
         query_share, profile_share = len(query) / len(rewrite), len(profile) / len(rewrite)
-        # No term counts for both: the two shares are at most 1 together.
+        # A term of both query and profile counts for the query only, so the sum of the two shares is at most 1.
         excess = max(0.0, query_share - self.max_query_share) + max(0.0, profile_share - self.max_profile_share)
         return Score(-min(excess, 1.0), {"query_share": query_share, "profile_share": profile_share})
 
     def _terms(self, of: str | None) -> set[tuple[str, ...]]:
-        """The n-grams of a text; a shorter text is one term."""
+        """The set of n-grams of a text. A text of fewer than n units is one term."""
         units = text.units((of or "")[:_MAX_CHARS])
         n_terms = max(len(units) - self.ngram + 1, min(len(units), 1))
         return {tuple(units[start : start + self.ngram]) for start in range(n_terms)}

@@ -1,4 +1,4 @@
-// Charges a rewrite for its tokens and pays for what it finds more than the teacher's: README.md has the formula.
+// Reward for the gain of the best hit over the teacher's, minus a price for generated tokens. README.md has the formula.
 
 import { plugin, Rejection } from "#querl-sdk";
 
@@ -18,7 +18,7 @@ export class Cost {
     const { policy } = episode;
     if (policy.nTokens === undefined) throw new Rejection("policy_tokens_missing", "the host does not know how many tokens were generated");
     const before = top1(episode.baselineOrReject(), "baseline");
-    // A response without a rewrite is not looked up: it finds nothing.
+    // A response without a rewrite has no retrieval: it finds nothing.
     const gain = (policy.rewrite === undefined ? 0 : top1(policy, "policy")) - before;
     const cost = this.price * Math.min(1, policy.nTokens / this.nTokens);
     return { total: gain - cost, components: { gain, cost } };

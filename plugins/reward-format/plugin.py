@@ -1,4 +1,4 @@
-"""Rewards a response that has the format asked for, by a regular expression or as JSON by a schema: README.md says how."""
+"""Reward for the format of the raw response: 1 if it matches a regular expression, or is JSON that is valid by a schema; else 0."""
 
 import json
 import re
@@ -34,7 +34,7 @@ class Format(Reward):
     def score(self, episode: Episode) -> Score:
         if episode.response is None:
             raise Rejection("response_missing", "the episode has no raw response")
-        # Before the pattern: a match costs fuel for each character.
+        # Checked before the pattern, because matching costs fuel for each character.
         if len(episode.response) > self.max_chars:
             return Score(0.0, {"too_long": 1.0})
         if self.form == "pattern":
@@ -46,7 +46,7 @@ class Format(Reward):
         return Score(float(self.is_valid(value)), {"is_json": 1.0})
 
 
-# The defaults are compiled when the component is built, not in each call.
+# Cached: the constructor also runs when the component is built, so that the defaults are not compiled in each call.
 _compiled = cache(re.compile)
 
 
@@ -56,7 +56,7 @@ def _checked_by(schema: str) -> Check:
 
 
 def _refuse(constant: str) -> NoReturn:
-    """JSON has no NaN and no Infinity; Python's parser reads them."""
+    """Raises an error for NaN and Infinity, which Python's parser accepts and JSON does not have."""
     raise ValueError(f"{constant} is not JSON")
 
 

@@ -1,4 +1,4 @@
-"""The part of JSON Schema (draft 2020-12, validation vocabulary) that a short response needs."""
+"""Validation by a subset of JSON Schema (draft 2020-12, validation vocabulary). README.md lists the keywords."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Check = Callable[[Any], bool]
 
 _TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "number": (int, float)}
 _IGNORED = {"$schema", "$id", "$comment", "title", "description", "default", "examples"}
-# By keyword: the type of its argument, the type of the values that it looks at, and when these are valid.
+# By keyword: the type of its argument, the type of the values that it applies to, and the check of such a value.
 _KEYWORDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
     "required": ("array", "object", lambda value, names: all(name in value for name in names)),
     "minLength": ("integer", "string", lambda value, limit: len(value) >= limit),
@@ -23,7 +23,7 @@ _KEYWORDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
 
 
 def compile_schema(schema: Any) -> Check:
-    """The check of a schema. Raises :class:`ValueError` for one that is not a schema, or has a keyword that is not known here."""
+    """The check of a value by a schema. Raises :class:`ValueError` for an invalid schema or an unsupported keyword."""
     if isinstance(schema, bool):
         return lambda value: schema
     if not isinstance(schema, dict):
@@ -47,7 +47,7 @@ def _keyword(keyword: str, argument: Any, schema: dict[str, Any]) -> Check:
             return lambda value: any(_is(value, name) for name in names)
         case "enum":
             _expect(keyword, argument, "array")
-            # `1 == True` in Python, and not in JSON.
+            # 1 and true are different in JSON, but equal in Python.
             return lambda value: any(value == entry and isinstance(value, bool) == isinstance(entry, bool) for entry in argument)
         case "pattern":
             _expect(keyword, argument, "string")

@@ -1,4 +1,4 @@
-"""Has the run's judge mark a rewrite by a rubric of several criteria: README.md has the conversation."""
+"""Reward by the run's judge: the mean of its marks for several criteria, 0 to 1. README.md has the messages."""
 
 import json
 
@@ -27,15 +27,15 @@ class JudgeRubric(Reward):
     def score(self, episode: Episode) -> Score:
         if episode.policy.rewrite is None:
             return Score(0.0)
-        # A call without a result raises `HostCallError`, a rejection: `judge_failed` or `judge_not_configured`.
+        # If the call fails, this raises `HostCallError`, a rejection with the code `judge_failed` or `judge_not_configured`.
         answer = host.ask_judge([self.system, Message.user(_asked(episode))])
         marks = [mark / self.scale for mark in self._marks(answer)]
         return Score(sum(marks) / len(marks), {f"criterion_{number}": mark for number, mark in enumerate(marks, 1)})
 
     def _marks(self, answer: str) -> list[float]:
-        """One mark for each criterion, 0 to `scale`; never a guess."""
+        """One mark per criterion, 0 to `scale`. Raises a rejection if the answer has other marks."""
         try:
-            # Judges put JSON between fences and sentences.
+            # Judges often write a code fence or sentences around the JSON object.
             marks = json.loads(answer[answer.index("{") : answer.rindex("}") + 1])["scores"]
             marks = [float(mark) for mark in marks if type(mark) in (int, float) and 0 <= mark <= self.scale]
         except (ValueError, KeyError, TypeError, RecursionError):

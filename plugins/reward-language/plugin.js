@@ -1,10 +1,10 @@
-// Rewards a rewrite in the language of its query, as far as scripts tell languages apart: README.md has the formula.
+// Reward for a rewrite in the script of its query, as an approximation of its language. README.md has the formula.
 
 import { plugin, Rejection, text } from "#querl-sdk";
 
-/** A text is looked at up to here: each character costs fuel. */
+/** Texts are cut to this number of UTF-16 code units, because each character costs fuel. */
 const MAX_LENGTH = 100;
-/** First and last UTF-16 code unit. The engine of a component has no `\p{Script=...}`. */
+/** Scripts with their first and last UTF-16 code unit. The engine of a component has no `\p{Script=...}`. */
 const RANGES = [
   ["latin", 0x61, 0x7a],
   ["latin", 0xc0, 0x24f],
@@ -12,7 +12,7 @@ const RANGES = [
   ["han", 0x3005, 0x3007],
   ["han", 0x3400, 0x9fff],
   ["han", 0xf900, 0xfaff],
-  // The first units of the planes 2 and 3.
+  // High surrogates of the planes 2 and 3.
   ["han", 0xd840, 0xd8bf],
   ["kana", 0x3041, 0x30ff],
   ["kana", 0xff66, 0xff9f],
@@ -27,7 +27,7 @@ const RANGES = [
   ["thai", 0xe00, 0xe7f],
 ];
 const SCRIPTS = RANGES.map(([script]) => script);
-// Made when the component is built: a search in `RANGES` would cost thousands of instructions a character.
+// Index of the script by code unit. Built with the component: a search in `RANGES` would take thousands of instructions per character.
 const SCRIPT_OF = new Uint8Array(0x10000).fill(SCRIPTS.length);
 RANGES.forEach(([, first, last], index) => SCRIPT_OF.fill(index, first, last + 1));
 
@@ -53,21 +53,21 @@ export class Language {
   }
 }
 
-/** Characters, or words in ASCII letters, by script in the order of the text. Han counts as kana where the text is Japanese. */
+/** Number of units by script, in order of first occurrence. In a Japanese text, Han characters count as kana. */
 function counts(of) {
   const found = {};
   const units = text.units(of.length > MAX_LENGTH ? of.slice(0, MAX_LENGTH) : of);
   for (let index = 0; index < units.length; index += 1) {
     const unit = units[index];
     let first = 0;
-    // Digits before letters.
+    // Skip leading digits of a run of digits and letters.
     while (unit.charCodeAt(first) <= 0x39) first += 1;
-    // `undefined` for digits, symbols and what is not in the table.
+    // `undefined` for digits, symbols and scripts that are not in the table.
     const script = SCRIPTS[SCRIPT_OF[unit.charCodeAt(first)]];
     if (script) found[script] = (found[script] ?? 0) + 1;
   }
   const { han = 0, kana = 0 } = found;
-  // A Japanese text has particles in kana; a Chinese one has の for decoration.
+  // Text is Japanese if at least one in five of its Han and kana characters is kana (particles). Chinese text may contain a decorative の.
   if (kana * 4 >= han && kana > 0) {
     delete found.han;
     found.kana = han + kana;
@@ -75,7 +75,7 @@ function counts(of) {
   return found;
 }
 
-/** The first of the largest counts. */
+/** The script with the largest count, the first of equal ones; `undefined` if there is none. */
 function mostFrequent(found) {
   let most;
   for (const script in found) {

@@ -1,8 +1,8 @@
-// Charges a rewrite for repeating itself: README.md has the formula.
+// Penalty for repeated n-grams in a rewrite. README.md has the formula.
 
 import { plugin, text } from "#querl-sdk";
 
-/** A rewrite is looked at up to here: it is a line, and each character costs fuel. */
+/** A rewrite is cut to this number of UTF-16 code units, above the length of a usual rewrite, because each character costs fuel. */
 const MAX_LENGTH = 200;
 
 export class Repetition {
@@ -20,11 +20,11 @@ export class Repetition {
 
   score({ policy: { rewrite = "" } }) {
     const read = rewrite.length > MAX_LENGTH ? rewrite.slice(0, MAX_LENGTH) : rewrite;
-    // Most texts begin with a unit.
+    // True for a rewrite without units. The first character is checked first, because most texts begin with a unit.
     if (text.units(read.charAt(0)).length === 0 && text.units(read).length === 0) return { total: -this.maxPenalty };
     const repeated = text.repetition(read, this.ngram);
     const excess = Math.max(0, repeated - this.tolerated) / (1 - this.tolerated);
-    // Not `-excess`: a score of -0 is no other score than 0.
+    // `0 -` instead of a unary minus, which would give -0 for no penalty.
     return { total: 0 - this.maxPenalty * excess, components: { repeated } };
   }
 }

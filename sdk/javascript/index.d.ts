@@ -10,6 +10,7 @@ export interface Context {
 export interface Hit {
   /** Id of the passage. */
   id: string | undefined;
+  /** Text of the passage. */
   text: string;
   /** Relevance of the passage to the original query in its context, 0 to 1. */
   rerankerScore: number;
@@ -52,7 +53,9 @@ export interface JudgeScore {
 
 /** One class of a style distribution. The probabilities of all classes sum to 1. */
 export interface StyleProbability {
+  /** Name of the class, for example 售前. */
   label: string;
+  /** 0 to 1. */
   probability: number;
 }
 
@@ -115,7 +118,7 @@ export class Episode {
   readonly context: Context;
   /** Ids of the gold passages: those known to answer the query. */
   readonly goldIds: string[] | undefined;
-  /** Needs the input `columns`. */
+  /** The other columns of the query table, in the table's order. Needs the input `columns`. */
   readonly columns: Columns;
   /** The prompt of the policy, as messages. Needs the input `prompt`. */
   readonly prompt: Message[] | undefined;
@@ -193,6 +196,7 @@ export interface PromptInput {
 export interface Dialogue {
   /** Unique in a run. */
   id: string;
+  /** All turns, oldest first. */
   turns: Message[];
 }
 
@@ -302,10 +306,13 @@ export interface GroupReward {
   scoreGroup(episodes: Episode[]): (Score | Rejection)[];
 }
 
-/** Decides for each sample whether it stays in the training data. One object is constructed per split. */
+/**
+ * Decides for each sample whether it stays in the training data. One object is constructed per batch: a complete split, or a part of it of
+ * at most 8192 samples or 32 MiB of text if the split is larger.
+ */
 export interface Filter {
   /**
-   * Returns nothing to keep the sample. The result may depend on earlier samples of the split, for example to remove duplicates.
+   * Returns nothing to keep the sample. The result may depend on earlier samples of the batch, for example to remove duplicates.
    * @throws {Rejection} The sample is dropped.
    */
   check(sample: Sample): void;
@@ -313,7 +320,10 @@ export interface Filter {
 
 /** Builds a tenant's prompts and parses the responses. */
 export interface Prompt {
-  /** The messages of the prompt for one task. The last message has the role user; only the first may be a system message. */
+  /**
+   * The messages of the prompt for one task. The last message has the role user; only the first may be a system message.
+   * @throws {Rejection} The plugin has no prompt for this task or input.
+   */
   messages(task: PromptTask, input: PromptInput): Message[];
   /**
    * The rewrite in a model's response; not blank.
@@ -400,7 +410,7 @@ export const text: {
   units(text: string): string[];
   /** Parses a text that is one number: `三百二十`, `一万零五`, `3.5万`, `百分之五` (0.05); `undefined` for any other text. */
   number(text: string): number | undefined;
-  /** Finds all numbers in a text, in order. */
+  /** Finds all numbers in a text, in order: at each position the longest of at most 32 characters. */
   numbers(text: string): number[];
   /** Levenshtein distance in code points. */
   editDistance(a: string, b: string): number;

@@ -5,7 +5,7 @@ export class SettingError extends Error {
     super(`setting \`${key}\`: ${message}`);
     this.name = "SettingError";
     this.key = key;
-    /** Expected and got, without the key. */
+    /** The expected and the actual value, without the key. */
     this.problem = message;
   }
 }

@@ -122,9 +122,11 @@ function whole(text) {
   const characters = Array.from(text);
   if (characters.length === 0) return undefined;
   if (characters.every((c) => DIGITS.has(c))) return characters.reduce((value, c) => value * 10 + DIGITS.get(c), 0);
-  // `total` is what 万 and 亿 closed, `section` is below 10,000, `pending` the digit that waits for its unit.
+  // `total`: the value of the sections before, each ended by 万 or 亿. `section`: the current section, below 10,000. `pending`: a digit
+  // whose unit has not been read.
   let [total, section, pending] = [0, 0, undefined];
-  // The unit before: a last digit right after it counts a tenth of it. The largest unit that may follow within the section.
+  // `before`: the previous unit; a final digit directly after it counts tenths of it (两千三 is 2300). `below`: units within the section
+  // must be smaller than this, since they descend.
   let [before, below] = [1, 1e4];
   for (const [index, character] of characters.entries()) {
     const [digit, unit] = [DIGITS.get(character), UNITS.get(character) ?? 0];
@@ -140,7 +142,7 @@ function whole(text) {
       pending = undefined;
       const closed = total + section;
       if (closed === 0 || (unit === 1e4 && total > 0 && section === 0)) return undefined;
-      // 亿 multiplies all before it, 万 the section alone.
+      // 亿 multiplies everything before it, 万 only the section.
       total = unit === 1e4 ? total + section * unit : closed * unit;
       [section, before, below] = [0, unit, 1e4];
     } else {

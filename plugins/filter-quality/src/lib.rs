@@ -1,21 +1,21 @@
-//! Drops rewrites that would teach the wrong thing. The first reason that holds is the one given:
+//! Filter: drops samples with an unusable rewrite. The checks are made in this order, and the first that fails gives the code:
 //!
 //! | code | when | setting |
 //! |---|---|---|
 //! | `empty` | the rewrite is blank | |
-//! | `unchanged` | it says what the query says, but for case, width, spaces and punctuation | |
+//! | `unchanged` | it equals the query, ignoring case, width, spaces and punctuation | |
 //! | `over_long` | it has more characters than allowed | `max_chars`, 200 |
 //! | `duplicate` | the same query with the same context was kept before in this batch, compared as for `unchanged` | |
 //! | `lost_key_terms` | a key term of the query is missing in the rewrite | `key_terms`, none |
 //! | `nothing_found` | retrieval found nothing | |
 //! | `top1_below_threshold` | the best hit's reranker score is too low | `min_top1`, 0.6 |
 //!
-//! Two different queries with one rewrite are no duplicates: that paraphrases meet in one rewrite is the point of rewriting.
+//! Two different queries with the same rewrite are not duplicates: paraphrases are meant to have the same rewrite.
 
 use querl_sdk::{Filter, Rejection, Sample, SettingError, Settings, Verdict};
 use std::collections::HashSet;
 
-/// The filter: thresholds, and the queries kept so far.
+/// The filter, with its settings and the queries of the batch that were kept.
 #[derive(Debug)]
 pub struct Quality {
     min_top1: f64,
@@ -88,14 +88,14 @@ impl Quality {
     }
 }
 
-/// What makes two samples the same: query and context.
+/// The key for duplicates: normalised query, user profile and history.
 fn identity(sample: &Sample) -> [String; 3] {
     let Sample { original_query, context, .. } = sample;
     [Some(original_query), context.user_profile.as_ref(), context.history_summary.as_ref()]
         .map(|text| text.map(|text| normalised(text)).unwrap_or_default())
 }
 
-/// Letters and digits only, lower case, full-width forms as ASCII.
+/// The text's letters and digits in lower case, with full-width forms as ASCII.
 fn normalised(text: &str) -> String {
     let fold = |c: char| match c {
         '\u{ff01}'..='\u{ff5e}' => char::from_u32(u32::from(c) - 0xfee0).unwrap_or(c),

@@ -1,6 +1,6 @@
-//! Prompts of a model that answers questions: what querl calls a query is the question, and what it calls a rewrite the answer.
+//! Prompts for a model that answers questions instead of rewriting queries: querl's query is the question, its rewrite the answer.
 //!
-//! Teacher and policy get the same messages: there are no rules to be learned, the reward says what is wanted.
+//! Teacher and policy get the same messages, because there are no tenant's rules to learn: only the reward defines the desired answer.
 
 use querl_sdk::{JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, SettingError, Settings};
 use tenant_common::parse_judgement;
@@ -10,7 +10,7 @@ const JUDGE_SYSTEM: &str = "你是客服回答的评审专家。请从是否答�
 const JUDGE_REQUEST: &str =
     "请评估回答，只返回JSON，不要其他内容：{\"综合得分\": 0到5之间的数字, \"评分理由\": \"一句话说明\"}";
 
-/// The prompts.
+/// The prompts, with their settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     system: String,
@@ -37,7 +37,7 @@ impl Prompt for Answer {
     }
 
     fn parse_rewrite(&self, text: &str) -> Result<String, Rejection> {
-        // A chat template may have opened the thinking already: only its end counts.
+        // A chat template may already have opened the `<think>` block in the prompt, so only its end is searched.
         let answer = text.rsplit_once("</think>").map_or(text, |(_, rest)| rest).trim();
         if answer.starts_with("<think>") {
             return Err(Rejection::new("unfinished_thinking", "the answer ends before its thinking does"));
@@ -53,7 +53,7 @@ impl Prompt for Answer {
     }
 }
 
-/// The question, after who asks and what was said before, where that is known.
+/// The lines of user profile and history, if known, and the question.
 fn question(input: &PromptInput) -> String {
     let context = [("用户画像", &input.context.user_profile), ("历史摘要", &input.context.history_summary)];
     let known = context.into_iter().filter_map(|(name, value)| Some((name, value.as_ref()?)));

@@ -1,21 +1,19 @@
-//! Prompts of any tenant, in English or Chinese; domain and rules are settings, so that a new tenant needs no plugin of its own.
-//!
-//! In: settings, queries with their context, models' responses. Out: messages, rewrites, judgements or rejections.
+//! Prompts for any tenant, in English or Chinese. The tenant's domain and rules are settings, so that a new tenant needs no new plugin.
 
 use querl_sdk::{JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, SettingError, Settings};
 use tenant_common::{parse_judgement, parse_rewrite};
 
-/// The prompts of one tenant.
+/// The prompts of one tenant, with their settings.
 #[derive(Debug, Clone)]
 pub struct RewritePrompts {
     texts: &'static Texts,
-    /// Of the knowledge base; may be empty.
+    /// Subject of the knowledge base; may be empty.
     domain: String,
-    /// Of the teacher; may be empty.
+    /// The tenant's rules for the teacher; may be empty.
     rules: String,
 }
 
-/// The fixed texts of one language. `{domain}` is replaced by what stands before `knowledge base`.
+/// The fixed texts of one language. `{domain}` is replaced by [`Texts::domain`].
 #[derive(Debug)]
 struct Texts {
     teacher: &'static str,
@@ -49,10 +47,11 @@ const CHINESE: Texts = Texts {
     rewrite: "改写：",
 };
 
-/// Words with which a domain has its own determiner.
+/// First words of a domain that needs no additional `the`.
 const DETERMINERS: [&str; 6] = ["a", "an", "the", "our", "my", "your"];
 
 impl Texts {
+    /// The words before `knowledge base` in English, with a determiner; the domain itself in Chinese.
     fn domain(&self, domain: &str) -> String {
         let first = domain.split_whitespace().next().unwrap_or_default();
         match domain {
@@ -100,7 +99,7 @@ impl Prompt for RewritePrompts {
         parse_rewrite(text)
     }
 
-    /// `{"score": 4, "reason": "..."}`, else what the other first-party tenants read.
+    /// Parses `{"score": 4, "reason": "..."}`, or else the forms of [`tenant_common::parse_judgement`].
     fn parse_judgement(&self, text: &str) -> Result<JudgeScore, Rejection> {
         let object = text.find('{').zip(text.rfind('}')).and_then(|(start, end)| text.get(start..=end));
         let object = object.and_then(|object| serde_json::from_str::<serde_json::Value>(object).ok());

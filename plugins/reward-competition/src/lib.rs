@@ -1,4 +1,4 @@
-//! Scores the policy's rewrite against the teacher's.
+//! Reward for the policy's rewrite compared with the teacher's (the baseline).
 //!
 //! ```text
 //! judge     = tanh(3 * (policy score - baseline score) / 5)      judge scores are 0 to 5
@@ -8,22 +8,23 @@
 //! total     = clip(0.35 * judge + 0.40 * retrieval + 0.25 * win, -1, 1)
 //! ```
 //!
-//! The components of a score are `judge`, `retrieval` and `win` as above, before weighting. Where neither side was judged
-//! (sampling), `judge` is absent and the other weights are scaled up to the sum of all three (1 by default), so that such an
-//! episode is not pulled towards a draw. A failed retrieval or judgement on either side is a rejection, never a 0. Every constant is a setting.
+//! The components of a score are `judge`, `retrieval` and `win` as above, before weighting. If neither side was judged (only a sample of
+//! episodes is), `judge` is absent and the other weights are scaled up to the sum of all three (1 by default), so that the total is not
+//! closer to 0 than that of a judged episode. A failed retrieval or judgement on either side is a rejection, never a 0. Every constant is
+//! a setting.
 //!
-//! `tanh` is libm's, compiled into the component: the same bits on every machine. Rust's own `f64::tanh` comes from the C library
-//! of the target, which is the same code inside a component but another one in native tests.
+//! `tanh` is that of the crate libm, compiled into the component, so that results are bit-identical on every machine. `f64::tanh` of std
+//! would come from the C library of the platform in native tests.
 
 use querl_sdk::{Episode, Hit, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
 use std::ops::RangeInclusive;
 
-/// A judge's scores are 0 to 5.
+/// Maximum of a judge's score; the minimum is 0.
 const JUDGE_SCALE: f64 = 5.0;
-/// Qualities no further apart than this are equal, as in the host's win rates: sums of the same scores in another order are.
+/// Qualities that differ by at most this are a draw, as in the host's win rates: it is above the rounding error of sums in another order.
 const DRAW_TOLERANCE: f64 = 1e-9;
 
-/// The reward, with its constants.
+/// The reward, with its settings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Competition {
     weight_judge: f64,
@@ -38,7 +39,7 @@ pub struct Competition {
     clip: f64,
 }
 
-/// The parts of one score.
+/// The components of one score.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Parts {
     judge: Option<f64>,
@@ -101,7 +102,7 @@ impl Competition {
         Ok(Parts { judge, retrieval: libm::tanh(self.tanh_scale * (policy - baseline)), win })
     }
 
-    /// How good a retrieval is: 0 where nothing was found.
+    /// Quality of a retrieval, 0 to 1; 0 if nothing was found.
     fn quality(&self, hits: &[Hit], gold: Option<&[String]>) -> f64 {
         let Some(first) = hits.first() else { return 0.0 };
         let top3 = &hits[..hits.len().min(3)];
@@ -126,7 +127,7 @@ impl Competition {
     }
 }
 
-/// The difference of the judge's scores, -1 to 1; `None` where neither side was judged.
+/// The difference of the judge's scores divided by their maximum, -1 to 1; `None` if neither side was judged.
 fn judge_difference(episode: &Episode) -> Result<Option<f64>, Rejection> {
     match (episode.policy.judgement("policy")?, episode.baseline()?.judgement("baseline")?) {
         (Some(policy), Some(baseline)) => Ok(Some(policy.score / JUDGE_SCALE - baseline.score / JUDGE_SCALE)),

@@ -3,10 +3,10 @@
 use super::*;
 use querl_sdk::{CallFailure, Candidate, FailureKind, JudgeScore};
 
-/// What a judge said; `None` where nobody asked.
+/// A judge's result; `None` if the rewrite was not judged.
 type Judgement = Option<Result<JudgeScore, CallFailure>>;
 
-/// The formula of the crate's documentation worked out by hand with tanh from a table of 15 digits.
+/// Expected values are computed by hand from the formula of the crate's documentation, with tanh to 15 digits.
 const TOLERANCE: f64 = 1e-12;
 
 fn candidate(scores: &[f64], judgement: Judgement) -> Candidate {

@@ -1,19 +1,20 @@
-//! Charges a rewrite for saying what another sample of its query says, so that the samples of a group stay different.
+//! Group reward: penalty for similarity to another rewrite of the same query, so that the samples of a group stay diverse.
 //!
 //! ```text
 //! total = -overlap        the largest similarity to another rewrite of the group: 0 to 1
 //! ```
 //!
-//! Similarity is the Jaccard similarity of n-grams, or the cosine of vectors of the run's text encoder (host function `embed`). A rewrite that is alone in
-//! its group, as in an evaluation with one sample a query, overlaps with nothing: 0. A response without a rewrite scores -1.
+//! Similarity is the Jaccard similarity of n-grams, or the cosine similarity of embeddings of the run's text encoder (host function
+//! `embed`). A single rewrite in its group, as in an evaluation with one sample per query, scores 0. A response without a rewrite scores
+//! -1.
 
 use querl_sdk::{Episode, GroupReward, Rejection, Score, SettingError, Settings, host, text};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 
-/// A rewrite is compared up to here: it is a line, and pairs cost fuel.
+/// A rewrite is cut to this number of characters, above the length of a usual rewrite, because each pair of rewrites costs fuel.
 const MAX_CHARS: usize = 500;
-/// The most texts of one call of `embed`.
+/// Maximum number of texts per call of `embed`.
 const MAX_TEXTS: usize = 64;
 
 /// The reward, with its settings.
@@ -47,7 +48,7 @@ impl GroupReward for Diversity {
         for (i, a) in compared.iter().enumerate() {
             for (j, b) in compared.iter().enumerate().skip(i + 1) {
                 if let (Some(a), Some(b)) = (a, b) {
-                    // Also of texts that are shorter than an n-gram.
+                    // Equal texts have similarity 1 even if they are shorter than an n-gram.
                     let similarity = if a.0 == b.0 { 1.0 } else { a.1.similarity(b.1) };
                     (overlaps[i], overlaps[j]) = (overlaps[i].max(similarity), overlaps[j].max(similarity));
                 }
@@ -57,16 +58,16 @@ impl GroupReward for Diversity {
     }
 }
 
-/// What is compared of a text.
+/// Features of a text, by which it is compared.
 enum Features {
-    /// Numbers of the n-grams, the same in the whole group.
+    /// Indices of the n-grams in a vocabulary of the group.
     Ngrams(BTreeSet<usize>),
-    /// Of length 1.
+    /// L2-normalised embedding.
     Vector(Vec<f32>),
 }
 
 impl Features {
-    /// 0 to 1; opposite directions are 0.
+    /// Similarity, 0 to 1. A negative cosine counts as 0.
     fn similarity(&self, other: &Self) -> f64 {
         match (self, other) {
             (Self::Ngrams(a), Self::Ngrams(b)) => {
@@ -82,8 +83,8 @@ impl Features {
 }
 
 impl Diversity {
-    /// The features of each text, made once and not for each pair. The texts are sorted: what is sent to the encoder does not depend on the
-    /// order of the group.
+    /// The features of each text, computed once and not per pair. The texts are sorted, so that the calls of the encoder do not depend on
+    /// the order of the group.
     fn features(&self, texts: BTreeSet<String>) -> Result<BTreeMap<String, Features>, Rejection> {
         let texts: Vec<String> = texts.into_iter().collect();
         if !self.embeds {

@@ -1,13 +1,14 @@
-//! Rewards a rewrite for finding the gold passages: the ids that the table names for the query.
+//! Reward for retrieving the gold passages, whose ids are in the query table: recall@k and NDCG@k.
 //!
 //! ```text
-//! recall = gold passages among the first k hits / gold passages
-//! ndcg   = sum of 1 / log2(rank + 1) over these / the same sum where the gold passages come first
+//! recall = gold passages among the first k hits / all gold passages
+//! ndcg   = sum of 1 / log2(rank + 1) over the gold passages found / the same sum for the ideal ranking, gold passages first
 //! total  = weight_recall * recall + (1 - weight_recall) * ndcg          0 to 1
 //! ```
 //!
-//! NDCG is that of Järvelin and Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002, with gains of 0 and 1. A passage that
-//! appears twice counts at its better rank. `log2` is libm's, compiled into the component: the same bits on every machine.
+//! NDCG is that of Järvelin and Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002, with gains of 0 and 1. A passage
+//! that appears twice counts at its better rank. `log2` is that of the crate libm, compiled into the component, so that results are
+//! bit-identical on every machine.
 
 use querl_sdk::{Episode, Hit, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
 use std::collections::BTreeSet;
@@ -38,21 +39,21 @@ impl Reward for Gold {
         let Some(gold) = &episode.gold_ids else {
             return Err(Rejection::new("gold_ids_missing", "the row names no passages that answer the query"));
         };
-        // A response without a rewrite is not looked up: it finds nothing.
+        // A response without a rewrite has no retrieval: it finds nothing.
         let hits = if episode.policy.rewrite.is_some() { episode.policy.hits("policy")? } else { &[] };
         let gold: BTreeSet<&str> = gold.iter().map(String::as_str).collect();
         let ranks = self.ranks(hits, gold.clone());
         let ideal = (1..=gold.len().min(self.k) as u32).collect::<Vec<_>>();
         let recall = ranks.len() as f64 / gold.len() as f64;
         let ndcg = discounted(&ranks) / discounted(&ideal);
-        // Rounding can take a mean of two ones above 1.
+        // A weighted mean of 1 and 1 can exceed 1 by rounding.
         let total = (self.weight_recall * recall + (1.0 - self.weight_recall) * ndcg).min(1.0);
         Ok(Score::new(total).with("recall", recall).with("ndcg", ndcg))
     }
 }
 
 impl Gold {
-    /// The ranks at which gold passages are found, each passage once.
+    /// Ranks of the gold passages among the first k hits, each passage once.
     fn ranks(&self, hits: &[Hit], mut gold: BTreeSet<&str>) -> Vec<u32> {
         let mut is_gold = |hit: &&Hit| hit.id.as_deref().is_some_and(|id| gold.remove(id));
         hits.iter().take(self.k).filter(|hit| is_gold(hit)).map(|hit| hit.rank).collect()

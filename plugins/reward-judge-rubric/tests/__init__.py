@@ -1,4 +1,4 @@
-"""`python -m unittest` in the plugin's folder. The SDK is the repository's."""
+"""Tests of the plugin: run `python3 -m unittest` in its folder. Adds the repository's SDK to the import path."""
 
 import sys
 from pathlib import Path

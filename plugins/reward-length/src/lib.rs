@@ -1,8 +1,8 @@
-//! Charges responses that are too short or too long: a length to aim at, with soft ends.
+//! Penalty for responses that are too short or too long, linear at both ends.
 //!
 //! ```text
 //! short    = min(0, length / min_length - 1)                               0 from min_length on, -1 at 0
-//! overlong = 0 up to max_length - buffer, falling to -1 at max_length      -1 too where the token limit ended the response
+//! overlong = 0 up to max_length - buffer, linear to -1 at max_length       also -1 if the token limit ended the response
 //! total    = max_penalty * min(short, overlong)
 //! ```
 //!
@@ -50,7 +50,7 @@ impl Reward for Length {
 }
 
 impl Length {
-    /// Tokens of the response, or characters of the rewrite: 0 without one.
+    /// Number of tokens of the response, or number of units of the rewrite (0 without a rewrite).
     fn length(&self, episode: &Episode) -> Result<u32, Rejection> {
         let policy = &episode.policy;
         match self.counts_tokens {

@@ -1,17 +1,18 @@
-//! How much an answer is in the wanted styles.
+//! Style scorer: the probability of the target classes by the run's style model, minus penalties.
 //!
 //! ```text
-//! target  = sum of weight * probability over the wanted classes
-//! rival   = the largest probability of a class that is not wanted
+//! target  = sum of weight * probability over the target classes
+//! rival   = the largest probability of a class that is not a target
 //! style   = target; with a margin m above 0 instead 0.5 + (target - rival) / (2 m), within 0 and 1
 //! penalty = sum of weight * probability over the classes with a penalty
 //! length  = n / min_chars below min_chars, 2 - n / max_chars above max_chars, else 1; n counts characters
 //! total   = max(0, min(1, style) - penalty) * length
 //! ```
 //!
-//! With a margin nothing is earned by being surer than it takes: a policy that has learned the style has no reason to optimise further for what only the
-//! model takes for it. A penalty comes on top of what its class costs as a rival: it never raises a total. The length keeps an answer from growing, or from shrinking to a phrase. An answer that is blank scores 0. A run without
-//! a style model, a model that gives no answer, and a class that the model does not know are rejections, never a score.
+//! With a margin, the score is 1 as soon as the target leads the rival by the margin: a policy that has learned the style has no
+//! incentive to exploit errors of the style model. A class with a penalty also counts as a rival, so that a penalty never raises a total.
+//! The length factor prevents answers from growing, or from shrinking to a phrase. A blank answer scores 0. A run without a style model,
+//! a failed call of the model and a class that the model does not have are rejections, never a score.
 //!
 //! Components: `target`, `rival`, `penalty`, `length`, and `class_0`, `class_1` and so on, the model's distribution in its order.
 
@@ -20,7 +21,7 @@ use querl_sdk::{Dialogue, Rejection, Role, Score, SettingError, Settings, StyleM
 
 const DEFAULT_TARGET: &str = "有帮助";
 
-/// The scorer, with what it wants.
+/// The scorer, with its settings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Style {
     targets: Vec<(String, f64)>,
@@ -67,7 +68,7 @@ impl StyleScorer for Style {
         })?;
         self.check(&classes)?;
         let (target, penalty) = (sum(&self.targets, &classes), sum(&self.penalties, &classes));
-        // A class with a penalty too: were it none, naming it would cost it less than its place as rival does.
+        // Classes with a penalty are rivals too. Otherwise a small penalty would cost a class less than it costs as a rival.
         let is_rival = |class: &&StyleProbability| weight(&self.targets, &class.label).is_none();
         let rival = classes.iter().filter(is_rival).map(|class| class.probability).fold(0.0, f64::max);
         let style = match self.margin > 0.0 {
@@ -118,7 +119,7 @@ fn sum(weights: &[(String, f64)], classes: &[StyleProbability]) -> f64 {
     classes.iter().filter_map(|class| Some(weight(weights, &class.label)? * class.probability)).sum()
 }
 
-/// A list of `class` or `class=weight`.
+/// Reads a setting whose items are `class` or `class=weight` (default weight 1). Weights are above 0 and at most `largest`.
 fn weighted(
     settings: &Settings,
     key: &str,

@@ -51,7 +51,7 @@ fn penalties_are_taken_off_and_no_total_is_below_0() {
     assert_near(total(&[("penalties", r#"["诚实=10"]"#)], "冷水洗。"), 0.0);
 }
 
-/// Regression: a class that is penalised and no rival any more, so that it pays more than a class that nobody named.
+/// Regression: a class with a penalty was no rival, so that it scored higher than a class without a penalty.
 #[test]
 fn a_penalty_never_raises_a_total() {
     let of = |penalties: &str, margin: &str, model: [(&str, f64); 3]| {
@@ -70,7 +70,7 @@ fn a_penalty_never_raises_a_total() {
             }
         }
     }
-    // The same distribution with the rival named otherwise: what is penalised must not pay more.
+    // The same distribution with the probabilities of two classes swapped: the class with a penalty must not score higher.
     let pitch = of(r#"["售前=0.5"]"#, "0.5", [("诚实", 0.34), ("售前", 0.6), ("有帮助", 0.06)]);
     let help = of(r#"["售前=0.5"]"#, "0.5", [("诚实", 0.34), ("售前", 0.06), ("有帮助", 0.6)]);
     assert!(pitch < help, "{pitch} for a pitch, {help} for help");

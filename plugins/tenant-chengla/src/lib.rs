@@ -1,8 +1,8 @@
-//! Prompts of the tutoring tenant, and the parsing of answers to them. No settings.
+//! Prompts of the tutoring tenant, and the parsers of the answers. No settings.
 
 use tenant_common::{Tenant, TenantPlugin, TenantPrompts};
 
-/// The tenant.
+/// The tenant, with its system prompts.
 #[derive(Debug, Clone, Copy)]
 pub struct Chengla;
 

@@ -26,7 +26,7 @@ const KIND_OF = {
 
 const SCORE = ["total", "tolerance", "components", "rejected"];
 
-/** By form of a case: the keys of what is expected. */
+/** Keys of `expect`, by kind of case. */
 const EXPECT = {
   episode: SCORE,
   episodes: SCORE,
@@ -39,7 +39,7 @@ const EXPECT = {
 
 const isNumber = (value) => typeof value === "number";
 
-/** What a key of `expect` holds; a text if it is not here. */
+/** Checks of the values in `expect`, by key, with the expected type in words. Other keys have texts. */
 const FORM = {
   total: [isNumber, "a number"],
   tolerance: [isNumber, "a number"],
@@ -49,7 +49,7 @@ const FORM = {
   messages: [Array.isArray, "a list of messages"],
 };
 
-/** Keys of a case next to that of its input. */
+/** Keys of a case other than the key of its input. */
 const OTHER_KEYS = ["name", "settings", "input", "style_model", "calls", "expect"];
 
 const WITH_CALLS = ["episode", "episodes", "samples"];

@@ -9,7 +9,7 @@ import { fileURLToPath } from "node:url";
 const SDK = new URL("../index.js", import.meta.url);
 const DEV = fileURLToPath(new URL("../dev.js", import.meta.url));
 
-/** The results of `dev.js` on a plugin of these sources, by path, without the lines that say where the run is. */
+/** The lines of results of `dev.js`, without the `begun` lines, for a plugin with these source files (by path). */
 function dev(sources, recorded, settings = {}, env = {}) {
   const folder = realpathSync(mkdtempSync(join(tmpdir(), "querl-dev-")));
   try {
@@ -29,13 +29,13 @@ function devIn(folder, sources, recorded, settings, env) {
   try {
     execFileSync(process.execPath, [DEV, folder, episodes, JSON.stringify(settings), results], { stdio: "pipe", env: { ...process.env, ...env } });
   } catch (error) {
-    // As `dev_watch.js` ends it.
+    // `dev_watch.js` ends the process by SIGKILL.
     if (error.signal !== "SIGKILL") throw error;
   }
   return readFileSync(results, "utf8").trim().split("\n").map((line) => JSON.parse(line)).filter((line) => !("begun" in line));
 }
 
-/** The results of the episodes alone. */
+/** The results of the episodes, without range and time. */
 function scores(sources, recorded, settings, env) {
   return dev(sources, recorded, settings, env).slice(1, -1);
 }
@@ -228,7 +228,7 @@ test("dev: host functions have the recorded results, failures included", () => {
     scored(0.2, ["split", 2]),
     scored(0.75),
     scored(0.25),
-    // As the component has it: f32.
+    // f32, as in a component.
     scored(Math.fround(0.1)),
     { rejected: { code: "words_failed", detail: "the recording has no result for this call" } },
   ]);
@@ -239,7 +239,7 @@ test("dev: host functions have the recorded results, failures included", () => {
 });
 
 test("dev: an episode that does not end is a fault, and the others are scored", () => {
-  // Symptom: the run hung without a word at a regular expression that tries too many ways.
+  // Symptom: a run hung without a message in a regular expression with catastrophic backtracking.
   const source = LENGTH.replace('if (query === "log")', 'if (query === "hangs") /^(a+)+$/.test("a".repeat(40) + "b");\n    if (query === "log")');
   const recorded = ["plain", "hangs", "plain"].map((query) => line(query, { policy: { rewrite: "深海鱼油" } }));
   const message = "still ran after 5 s: an endless loop, or a regular expression that tries too many ways";
@@ -251,7 +251,7 @@ test("dev: an episode that does not end is a fault, and the others are scored", 
 });
 
 test("dev: a module that does not end to load is refused with its line", () => {
-  // Symptom: the run hung without a word at a loop at the top level of a module.
+  // Symptom: a run hung without a message in an endless loop at the top level of a module.
   const share = `${SHARE}\nfor (let n = 0; ; n += 1) {\n  Math.sqrt(n);\n}\n`;
   const [{ refused }] = dev({ "plugin.js": LENGTH, "parts/share.js": share }, [line("plain")]);
   assert.equal(refused.message, "plugin.js still loads after 5 s: an endless loop or await at the top level of a module");
@@ -261,7 +261,7 @@ test("dev: a module that does not end to load is refused with its line", () => {
 });
 
 test("dev: an undeclared host function is the fault of the component", () => {
-  // Symptom: natively it was a rejection, `words_failed`.
+  // Symptom: a call of an undeclared interface was natively a rejection, `words_failed`.
   const [{ fault }] = scores({ "plugin.js": CALLS }, [line("words")], {}, { QUERL_HOST_FUNCTIONS: "tokens" });
   assert.equal(fault.message, "TypeError: `host` needs the interface `words`; add it to host_functions in plugin.toml");
   assert.equal(fault.line, 16);

@@ -60,7 +60,7 @@ class _Watch:
         self.remark: Callable[[str], None] | None = None
         """Logs an operation that a component cannot do; set from the first episode on."""
         sys.addaudithook(self._audit)
-        if hasattr(signal, "setitimer"):  # not on Windows
+        if hasattr(signal, "setitimer"):  # Windows has no timer signals: no time limit there
             signal.signal(signal.SIGALRM, self._check)
             signal.setitimer(signal.ITIMER_REAL, _PERIOD_S, _PERIOD_S)
 
@@ -151,7 +151,7 @@ def _results(folder: Path, path: Path, settings: dict[str, Any], watch: _Watch) 
             with watch:
                 outcomes = _outcomes(plugin, kind, episodes, folder)
         except _StillRuns as error:
-            # Raised in `__exit__`, it leaves the watch on, which would raise it again outside of `try`.
+            # If the timer raises within `__exit__`, the watch stays on and would raise again outside of `try`.
             watch.is_on = False
             n_stopped += 1
             outcomes = [{"fault": _place(error, folder)} for _ in episodes]

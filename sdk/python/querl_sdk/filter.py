@@ -31,7 +31,8 @@ class Sample:
 class Filter(ABC):
     """Decides for each sample whether it stays in the training data.
 
-    One object is constructed per split and gets all samples of the split, in order.
+    One object is constructed per batch and gets its samples in order. A batch is a complete split, or a part of it of at most 8192 samples
+    or 32 MiB of text if the split is larger.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
@@ -49,5 +50,5 @@ class Filter(ABC):
     def check(self, sample: Sample) -> None:
         """Returns to keep the sample; raises :class:`querl_sdk.Rejection` to drop it.
 
-        The result may depend on earlier samples of the split, for example to remove duplicates.
+        The result may depend on earlier samples of the batch, for example to remove duplicates.
         """

@@ -100,9 +100,11 @@ def _whole(text: str) -> float | None:
         for character in text:
             value = value * 10 + _DIGITS[character]
         return value
-    # `total` is what 万 and 亿 closed, `section` is below 10,000, `pending` the digit that waits for its unit.
+    # `total`: the value of the sections before, each ended by 万 or 亿. `section`: the current section, below 10,000. `pending`: a digit
+    # whose unit has not been read.
     total, section, pending = 0.0, 0.0, None
-    # The unit before: a last digit right after it counts a tenth of it. The largest unit that may follow within the section.
+    # `before`: the previous unit; a final digit directly after it counts tenths of it (两千三 is 2300). `below`: units within the section
+    # must be smaller than this, since they descend.
     before, below = 1, 10_000
     for index, character in enumerate(text):
         digit, unit = _DIGITS.get(character), _UNITS.get(character, 0)
@@ -122,7 +124,7 @@ def _whole(text: str) -> float | None:
             closed = total + section
             if closed == 0 or (unit == 10_000 and total > 0 and section == 0):
                 return None
-            # 亿 multiplies all before it, 万 the section alone.
+            # 亿 multiplies everything before it, 万 only the section.
             total = total + section * unit if unit == 10_000 else closed * unit
             section, before, below = 0.0, unit, 10_000
         else:

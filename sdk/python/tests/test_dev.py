@@ -1,4 +1,4 @@
-"""The native replay of recorded episodes, for `querl plugin dev`."""
+"""Tests of the native replay of recorded episodes, for `querl plugin dev`."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def episode(id: str, query: str) -> dict[str, Any]:
 
 
 def results_of(plugin: str, lines: list[dict[str, Any]], **more: str) -> list[dict[str, Any]]:
-    """The results without the lines that say where the run is; `more` are environment variables."""
+    """The lines of results without the `begun` lines. `more`: environment variables."""
     with tempfile.TemporaryDirectory() as folder:
         episodes, results = Path(folder, "episodes.jsonl"), Path(folder, "results.jsonl")
         Path(folder, "plugin.py").write_text(plugin, encoding="utf-8")
@@ -76,7 +76,7 @@ class TestDev(unittest.TestCase):
             return {"format": 3, "step": 0, "episode": {**episode, **hidden}, "calls": [call] if index == 0 else []}
 
         lines = [line("a", 0, "q", n=1), line("b", 0, "fault"), line("a", 1, "q", n=2), line("a", 2, "q")]
-        # As a component has it: f32.
+        # f32, as in a component.
         total = struct.unpack("f", struct.pack("f", 0.1))[0]
         scored = [{"scored": {"total": total, "components": [{"name": "n", "value": n}]}} for n in (1.0, 2.0)]
         fault = {"message": "ZeroDivisionError: division by zero", "file": "plugin.py", "line": 13}
@@ -102,7 +102,7 @@ class TestDev(unittest.TestCase):
         self.assertEqual(results_of(GROUP, [line])[1]["rejected"], rejected)
 
     def test_an_episode_that_does_not_end_is_a_fault_of_its_line_and_the_others_are_scored(self) -> None:
-        """Symptom: the run hung without a word at a regular expression that tries too many ways."""
+        """Symptom: a run hung without a message in a regular expression with catastrophic backtracking."""
         results = results_of(REWARD.format(body="""if episode.query == "x":
             try:
                 re.match("^(a+)+$", "a" * 40 + "b")
@@ -114,7 +114,7 @@ class TestDev(unittest.TestCase):
         self.assertEqual(results[1:-1], [scored, {"fault": {"message": message, "file": "plugin.py", "line": 14}}, scored])
 
     def test_an_undeclared_host_function_is_the_fault_of_the_component(self) -> None:
-        """Symptom: natively it was a rejection, `tokens_failed`."""
+        """Symptom: a call of an undeclared interface was natively a rejection, `tokens_failed`."""
         plugin = REWARD.format(body="return Score(float(host.count_tokens(episode.query)))")
         for declared, key in [("words", "fault"), ("tokens words", "rejected")]:
             [_, result, _] = results_of(plugin, [episode("a", "q")], QUERL_HOST_FUNCTIONS=declared)

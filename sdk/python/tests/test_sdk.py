@@ -1,4 +1,4 @@
-"""`python -m unittest` in sdk/python."""
+"""Tests of the SDK and its test kit: run `python -m unittest` in sdk/python."""
 
 import copy
 import json
@@ -167,7 +167,7 @@ class TestTypes(unittest.TestCase):
             host.words("鱼油")
 
     def test_a_component_explains_an_exit_and_a_missing_module(self) -> None:
-        """Symptom: a plugin that exits ended its component without a line of the author."""
+        """Symptom: a plugin that calls exit ended its component without a traceback."""
 
         @explained
         class Rewards:

@@ -19,13 +19,13 @@ use std::time::{Duration, Instant};
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Request {
-    /// A file of recorded episodes.
+    /// Path of a file of recorded episodes (`episodes.jsonl`).
     episodes: PathBuf,
     settings: BTreeMap<String, Value>,
-    /// The file to write. A line is a JSON object: `{"begun": id}` before each episode or group, as it begins; then `{"range": [low, high]}`, for
-    /// each episode `{"scored": ...}`, `{"rejected": ...}` or `{"fault": {"message", "file", "line"}}`, with its log lines under `log`, and last
-    /// `{"seconds": ...}`, the time that scoring took.
-    /// Where the plugin refuses a setting, `{"refused": {"message", "file", "line"}}` is the only line.
+    /// Path of the file to write. Each line is a JSON object. First `{"begun": id}` for each episode or group, written when its scoring
+    /// begins. Then `{"range": [low, high]}`, and for each episode `{"scored": ...}`, `{"rejected": ...}` or
+    /// `{"fault": {"message", "file", "line"}}`, with its log lines under `log`. Last `{"seconds": ...}`, the time of scoring. If the
+    /// plugin refuses a setting, `{"refused": {"message", "file", "line"}}` is the only line.
     results: PathBuf,
 }
 
@@ -89,11 +89,11 @@ impl<R: GroupReward> Scorer for Grouped<R> {
     }
 }
 
-/// Message and place of the last panic.
+/// Message, file and line of the last panic, as JSON.
 static PANIC: Mutex<Value> = Mutex::new(Value::Null);
 
-/// Scores the episodes in the file that a JSON request names, and writes the results to a file. Returns false if that is not
-/// possible; the reason is on stderr.
+/// Scores the episodes of the file in a JSON request and writes the results to the file in the request. Returns false if that is not
+/// possible, and writes the reason to stderr.
 pub fn replay<S: Scorer>(request: &[u8]) -> bool {
     std::panic::set_hook(Box::new(keep));
     let done = catch_unwind(|| {
@@ -161,7 +161,7 @@ fn results_of<S: Scorer>(settings: BTreeMap<String, Value>, file: &Path, output:
     Ok(text)
 }
 
-/// Positions of the episodes of each group, in the order of the first; of each episode alone where `by_group` is false.
+/// Indices of the episodes of each group. Groups are in the order of their first episodes. If `by_group` is false, each episode is a group.
 fn groups(episodes: &[Episode], by_group: bool) -> Vec<Vec<usize>> {
     if !by_group {
         return (0..episodes.len()).map(|index| vec![index]).collect();
@@ -177,7 +177,7 @@ fn groups(episodes: &[Episode], by_group: bool) -> Vec<Vec<usize>> {
     groups
 }
 
-/// The recorded calls of host functions of each line.
+/// The recorded calls of host functions, per line of the file.
 fn calls_of(file: &Path) -> Result<Vec<Vec<HostCallForm>>, String> {
     #[derive(Deserialize)]
     struct Line {
@@ -238,7 +238,7 @@ macro_rules! __dev_entry {
         /// `request` has `n_bytes` bytes.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn querl_dev_replay(request: *const u8, n_bytes: usize) -> bool {
-            // SAFETY: the caller keeps what this function asks for.
+            // SAFETY: the caller guarantees that `request` has `n_bytes` bytes.
             $crate::__dev::replay::<$scorer>(unsafe { ::std::slice::from_raw_parts(request, n_bytes) })
         }
     };

@@ -1,12 +1,12 @@
 //! The macro that registers a plugin.
 
-/// Turns an implementation into a component: `export!(reward: MyReward)`.
+/// Registers the types of a plugin, so that the crate builds as a component: `export!(reward: MyReward)`.
 ///
-/// Once per crate, at its top level. The kinds are `prompt`, `filter`, `reward`, `group_reward` and `style_scorer`; a component may hold
-/// several, though not both kinds of reward: `export!(prompt: MyPrompt, filter: MyFilter)`. The plugin's name and version are those of the crate. In a native
-/// build, as for `cargo test`, it only checks that the types implement their traits.
+/// Write it once per crate, at the top level. The kinds are `prompt`, `filter`, `reward`, `group_reward` and `style_scorer`. A component
+/// may have several kinds, but not both kinds of reward: `export!(prompt: MyPrompt, filter: MyFilter)`. The plugin's name and version are
+/// those of the crate. In a native build, such as for `cargo test`, the macro only checks that the types implement their traits.
 ///
-/// A component without it does not link: the linker names a missing symbol that says so.
+/// A component without this macro does not link: the name of the missing symbol in the linker's message says what to write.
 ///
 /// ```
 /// use querl_sdk::{Filter, Sample, SettingError, Settings, Verdict};
@@ -27,7 +27,7 @@
 /// # fn main() {}
 /// ```
 ///
-/// What it refuses, each with a sentence: a type that does not implement the trait of its kind,
+/// The compiler rejects the following with a message: a type that does not implement the trait of its kind,
 ///
 /// ```compile_fail,E0277
 /// struct NotAReward;
@@ -35,7 +35,7 @@
 /// # fn main() {}
 /// ```
 ///
-/// a word that is no kind, or is written in another way,
+/// an unknown kind, or a kind in another spelling,
 ///
 /// ```compile_fail
 /// # struct MyScorer;
@@ -49,7 +49,7 @@
 /// # fn main() {}
 /// ```
 ///
-/// and a second use in one crate; several kinds go into one.
+/// and a second use in the same crate (pass several kinds to one use).
 ///
 /// ```compile_fail,E0428
 /// # use querl_sdk::{Filter, Sample, SettingError, Settings, Verdict};
@@ -65,7 +65,7 @@
 #[macro_export]
 macro_rules! export {
     ($($kind:ident : $plugin:ty),+ $(,)?) => {
-        // A second use in one crate defines this a second time, and the compiler says its name.
+        // A second use in the crate defines this type again, and the compiler's message contains its name.
         #[doc(hidden)]
         #[allow(non_camel_case_types, dead_code)]
         enum querl_sdk_export_stands_once_in_a_crate {}
@@ -78,7 +78,7 @@ macro_rules! export {
 
         #[cfg(target_arch = "wasm32")]
         const _: () = {
-            // What `querl_sdk` asks the linker for, so that a component without this macro does not link.
+            // The symbol that `querl_sdk` imports, so that a component without this macro does not link.
             #[unsafe(export_name = "this plugin registers nothing; write querl_sdk::export!(reward: MyReward), or what kind it is, once in src/lib.rs")]
             extern "C" fn registered() {}
 
@@ -110,7 +110,7 @@ macro_rules! export {
     };
 }
 
-/// The entry of `querl plugin dev`, which only builds with the feature `dev` have.
+/// Expands to nothing: only builds with the feature `dev` export the function for `querl plugin dev`.
 #[cfg(not(all(feature = "dev", not(target_arch = "wasm32"))))]
 #[doc(hidden)]
 #[macro_export]

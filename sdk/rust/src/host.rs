@@ -1,7 +1,8 @@
 //! Host functions that a plugin can call: tokenizer, word segmentation, text encoder, judge and style model of the run.
 //!
-//! A component imports what it calls, and its plugin.toml names that (`host_functions = ["tokens", "words"]`). Results are recorded with the
-//! episode. In native tests, [`testing::HostFunctions`](crate::testing::HostFunctions) says what the functions return.
+//! A component imports the interfaces whose functions it calls, and its plugin.toml must list them
+//! (`host_functions = ["tokens", "words"]`). Results are recorded with the episode, so that a replay gives the same score. In native
+//! tests, [`testing::HostFunctions`](crate::testing::HostFunctions) replaces the functions.
 
 use crate::{CallFailure, Message, Rejection, StyleProbability};
 
@@ -49,8 +50,8 @@ pub fn split_tokens(text: &str) -> Result<Vec<String>, CallError> {
     calls::split_tokens(text)
 }
 
-/// The words of the text in order, without white space and punctuation: jieba with the run's user dictionary. Interface `words`;
-/// in rewards and filters.
+/// The words of the text in order, in lower case, without white space and punctuation: jieba in search mode with the run's user
+/// dictionary, so that a long word comes after the shorter words in it. Interface `words`; in rewards and filters.
 ///
 /// # Errors
 /// A failed call.
@@ -58,7 +59,7 @@ pub fn words(text: &str) -> Result<Vec<String>, CallError> {
     calls::words(text)
 }
 
-/// Embeds at most 64 texts: one vector of length 1 per text, so that a dot product is the cosine similarity. Interface
+/// Embeds at most 64 texts, each as a query: one L2-normalised vector per text, so that a dot product is the cosine similarity. Interface
 /// `similarity`; in rewards.
 ///
 /// # Errors
@@ -76,8 +77,8 @@ pub fn ask_judge(messages: &[Message]) -> Result<String, CallError> {
     calls::ask_judge(messages)
 }
 
-/// The probability of each style class for the last turn of the assistant and the last turn of the user before it. Interface
-/// `style-model`; in rewards and style scorers.
+/// The probability of each style class, in the model's order, for the last turn of the assistant and the last turn of the user before it.
+/// Interface `style-model`; in rewards and style scorers.
 ///
 /// # Errors
 /// No style model, or a failed call.

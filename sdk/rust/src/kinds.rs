@@ -7,8 +7,7 @@ use crate::{
 };
 use std::ops::RangeInclusive;
 
-/// An optional part of an episode or sample, which the host fills in only if the plugin declares it, since it costs time or
-/// memory.
+/// A part of an episode or sample that the host computes and passes only if the plugin declares it, because it costs time or memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Input {
     /// The text that the policy generated: [`Episode::response`].
@@ -41,16 +40,17 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// No further inputs: an episode has the query, its context, and the policy's rewrite only.
+    /// No declared inputs. An episode then has ids, step, split, query, context, gold ids, and the policy's rewrite, number of tokens and
+    /// finish reason.
     pub const NONE: Self = Self { used: 0, required: 0 };
 
-    /// Adds a required input: a run that cannot provide it is refused.
+    /// Adds a required input: querl refuses a run that cannot provide it.
     #[must_use]
     pub const fn requires(self, input: Input) -> Self {
         Self { used: self.used | 1 << input as u8, required: self.required | 1 << input as u8 }
     }
 
-    /// Adds an optional input: it is filled in if the run has it.
+    /// Adds an optional input: passed if the run can provide it.
     #[must_use]
     pub const fn uses(self, input: Input) -> Self {
         Self { used: self.used | 1 << input as u8, ..self }
@@ -66,7 +66,7 @@ impl Inputs {
         self.required & (1 << input as u8) != 0
     }
 
-    /// The inputs of `self` and `other`, for a component that holds several kinds of plugin.
+    /// The union of `self` and `other`, for a component with several kinds of plugin.
     #[doc(hidden)]
     pub const fn and(self, other: Self) -> Self {
         Self { used: self.used | other.used, required: self.required | other.required }
@@ -99,7 +99,7 @@ pub struct Episode {
     /// The text that the policy generated, without special tokens, before it is parsed. May be empty; `None` unless
     /// [`Input::Response`] is declared.
     pub response: Option<String>,
-    /// The policy's rewrite, with retrieval and judgement as far as they are declared.
+    /// The policy's rewrite, with retrieval, judgement and style if declared.
     pub policy: Candidate,
     /// The teacher's rewrite of the same query; `None` unless [`Input::Baseline`] is declared and there is one.
     pub baseline: Option<Candidate>,
@@ -109,7 +109,7 @@ impl Episode {
     /// The text that the policy generated.
     ///
     /// # Errors
-    /// `response_missing`.
+    /// The rejection `response_missing` if the episode has none.
     pub fn response(&self) -> Result<&str, Rejection> {
         self.response.as_deref().ok_or_else(|| Rejection::new("response_missing", ""))
     }
@@ -117,7 +117,7 @@ impl Episode {
     /// The teacher's rewrite.
     ///
     /// # Errors
-    /// `baseline_missing`.
+    /// The rejection `baseline_missing` if the episode has none.
     pub fn baseline(&self) -> Result<&Candidate, Rejection> {
         self.baseline.as_ref().ok_or_else(|| Rejection::new("baseline_missing", ""))
     }
@@ -128,7 +128,7 @@ impl Episode {
     }
 }
 
-/// A named component of a score, for people, metrics and reports.
+/// A named part of a score, for metrics and reports.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Component {
     /// Name of the component: 1 to 64 of `a` to `z`, `0` to `9`, `_`; unique in one score.
@@ -137,12 +137,12 @@ pub struct Component {
     pub value: f64,
 }
 
-/// The score of one episode.
+/// The score of one episode (rewards) or of one dialogue (style scorers).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Score {
-    /// The score itself: finite, and within the range that the plugin declares.
+    /// The score: finite, and within the declared range (0 to 1 for style scorers).
     pub total: f64,
-    /// Named components; they need not sum to the total.
+    /// Named components, at most 64. They need not sum to the total.
     pub components: Vec<Component>,
 }
 
@@ -167,8 +167,8 @@ impl Score {
 
 /// Scores what the policy generated, one episode at a time.
 ///
-/// One value is made for each call and scores the episodes of a batch one by one: a score depends on its episode and the
-/// settings only, which is what the contract asks for.
+/// The SDK makes one value per call, which scores the episodes of a batch one by one. A score may depend only on its episode, the
+/// settings and the results of host functions: keep no state between episodes.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a reward plugin",
     label = "does not implement `querl_sdk::Reward`",
@@ -190,7 +190,7 @@ pub trait Reward: Sized {
     /// Scores one episode.
     ///
     /// # Errors
-    /// The episode cannot be scored, for example because a call failed. Not a score of 0.
+    /// The episode cannot be scored, for example because retrieval failed. It is dropped; that is not a score of 0.
     fn score(&self, episode: &Episode) -> Result<Score, Rejection>;
 }
 
@@ -213,8 +213,9 @@ pub trait GroupReward: Sized {
     /// Lowest and highest total under these settings.
     fn range(&self) -> RangeInclusive<f64>;
 
-    /// Scores one group: one result per episode, in the order of the episodes, which does not matter for the results. All have
-    /// the same `group_id`; there is at least one, and a group may have fewer episodes than samples were drawn.
+    /// Scores one group: one result per episode, in the order of the episodes. Results must not depend on that order. All episodes have
+    /// the same `group_id`. There is at least one, and there may be fewer than the samples drawn, since episodes with a failed call are
+    /// left out.
     fn score_group(&self, episodes: &[Episode]) -> Vec<Result<Score, Rejection>>;
 }
 
@@ -252,7 +253,7 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// A verdict to drop the sample, with a code for counting and a sentence for a person.
+    /// A verdict to drop the sample, with a code for counting and a sentence for people.
     pub fn drop(code: impl Into<String>, detail: impl Into<String>) -> Self {
         Self::Drop(Rejection::new(code, detail))
     }
@@ -260,7 +261,8 @@ impl Verdict {
 
 /// Keeps samples in the training data or drops them.
 ///
-/// One value is made for each batch, which is the whole dataset, and sees its samples in order.
+/// The SDK makes one value per batch, which checks the samples in order. A batch is a complete split, or a part of it of at most 8192
+/// samples or 32 MiB of text if the split is larger.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a filter plugin",
     label = "does not implement `querl_sdk::Filter`",
@@ -276,7 +278,7 @@ pub trait Filter: Sized {
     /// A value that cannot be used.
     fn new(settings: &Settings) -> Result<Self, SettingError>;
 
-    /// Decides on one sample. The decision may depend on samples before it, for example to find duplicates.
+    /// The verdict on one sample. It may depend on earlier samples of the batch, for example to find duplicates.
     fn check(&mut self, sample: &Sample) -> Verdict;
 }
 
@@ -289,11 +291,11 @@ pub enum PromptTask {
     PolicyRewrite,
     /// The judge's prompt.
     Judge,
-    /// A task of a later version of the contract, by its name; to be rejected, unless the plugin knows it.
+    /// A task of a later version of the contract, by its name. Reject it with [`Rejection::unknown_task`] unless the plugin knows it.
     Other(String),
 }
 
-/// The query and its context, from which a prompt is made.
+/// The variables of a prompt.
 ///
 /// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -308,7 +310,7 @@ pub struct PromptInput {
     pub rewrite: Option<String>,
 }
 
-/// A tenant's prompts, and the parsing of responses to them.
+/// A tenant's prompts, and the parsers of the responses to them.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a prompt plugin",
     label = "does not implement `querl_sdk::Prompt`",
@@ -321,26 +323,26 @@ pub trait Prompt: Sized {
     /// A value that cannot be used.
     fn new(settings: &Settings) -> Result<Self, SettingError>;
 
-    /// The messages of the prompt for one task; the last message is the user's.
+    /// The messages of the prompt for one task: at least one, the last from the user, a system message only at the start.
     ///
     /// # Errors
     /// The plugin does not know the task ([`Rejection::unknown_task`]), or has no prompt for this input.
     fn messages(&self, task: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection>;
 
-    /// The rewrite in a model's response; never empty.
+    /// The rewrite in a model's response; never blank.
     ///
     /// # Errors
-    /// There is none.
+    /// The response contains no rewrite.
     fn parse_rewrite(&self, text: &str) -> Result<String, Rejection>;
 
-    /// The judgement in a judge's response.
+    /// The score (0 to 5) and reason in a judge's response.
     ///
     /// # Errors
-    /// There is none, or its score is not within 0 to 5.
+    /// The response contains no score, or one outside of 0 to 5. Never guess a score.
     fn parse_judgement(&self, text: &str) -> Result<JudgeScore, Rejection>;
 }
 
-/// A dialogue whose last turn, the assistant's, is to be scored.
+/// A dialogue that ends with the assistant's turn to score.
 ///
 /// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -348,17 +350,16 @@ pub trait Prompt: Sized {
 pub struct Dialogue {
     /// Id of the dialogue, unique in a run.
     pub id: String,
-    /// All turns of the dialogue, in order.
+    /// All turns, oldest first.
     pub turns: Vec<Message>,
 }
 
-/// The style model of the run, a classifier of dialogues.
+/// The style model of the run: a classifier of a response and its question.
 pub trait StyleModel {
-    /// Classifies the last turn of the assistant with the last turn of the user before it: the probability of each class, in the
-    /// model's order.
+    /// The probability of each class, in the model's order, for the last turn of the assistant and the last turn of the user before it.
     ///
     /// # Errors
-    /// No model, or no answer.
+    /// The run has no style model, or the call failed.
     fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallError>;
 }
 
@@ -375,9 +376,9 @@ pub trait StyleScorer: Sized {
     /// A value that cannot be used.
     fn new(settings: &Settings) -> Result<Self, SettingError>;
 
-    /// Scores one dialogue, 0 (worst) to 1 (best). In a test, `model` is any stand-in.
+    /// Scores one dialogue, 0 (worst) to 1 (best). In a test, `model` is any implementation of the trait.
     ///
     /// # Errors
-    /// The dialogue cannot be scored. Not a score of 0.
+    /// The dialogue cannot be scored. It is dropped; that is not a score of 0.
     fn score(&self, dialogue: &Dialogue, model: &dyn StyleModel) -> Result<Score, Rejection>;
 }

@@ -1,8 +1,9 @@
 //! The SDK for querl plugins in Rust: a trait for each kind of plugin, plain types, and one macro that exports an implementation as a
 //! component.
 //!
-//! In: an author's type that implements [`Reward`], [`GroupReward`], [`Filter`], [`Prompt`] or [`StyleScorer`]. Out: a WebAssembly component
-//! for the contract `querl:plugin@0.2.0`. This crate must not depend on host crates, files, network and models.
+//! An author implements [`Reward`], [`GroupReward`], [`Filter`], [`Prompt`] or [`StyleScorer`] for a type and passes it to [`export!`]. The
+//! crate then builds as a WebAssembly component for the contract `querl:plugin@0.2.0`. This crate must not depend on host crates, files,
+//! network and models.
 //!
 //! ```
 //! use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings};
@@ -37,11 +38,11 @@
 //! # }
 //! ```
 //!
-//! Tests that use [`testing`] also fail on what the host would refuse; it runs golden cases too.
+//! Tests of a plugin run natively under `cargo test`, without WebAssembly. The module [`testing`] calls the plugin as the host does,
+//! fails where the host would refuse a value or result, and runs golden cases.
 //!
-//! `Cargo.toml` says `crate-type = ["cdylib", "rlib"]`: the first for the component, the second for tests. The logic compiles
-//! natively too, so that `cargo test` needs no WebAssembly; a component comes from
-//! `cargo build --release --target wasm32-wasip2`, which querl runs by itself for a plugin that is given as a folder.
+//! `Cargo.toml` needs `crate-type = ["cdylib", "rlib"]`: `cdylib` for the component, `rlib` for tests. The component is built by
+//! `cargo build --release --target wasm32-wasip2`, which querl runs for a plugin that is configured as a folder.
 
 #![deny(missing_docs)]
 
@@ -71,7 +72,7 @@ pub mod testing;
 pub mod text;
 mod types;
 
-/// The examples of the README are tests too.
+/// Runs the examples of the README as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -1,6 +1,5 @@
-//! Log lines for a person who debugs a plugin. They have no effect on any result.
-//!
-//! In a component they go to the host's log; natively, as in tests, to stderr.
+//! Log lines for debugging a plugin: to the host's log in a component, to stderr in native builds such as tests. They have no effect on
+//! results.
 
 /// Writes a line of level debug.
 pub fn debug(message: impl AsRef<str>) {
@@ -39,17 +38,17 @@ fn write(level: Level, message: &str) {
     }
 }
 
-/// Lines since [`keep`]; `None` if they go to stderr.
+/// Stored lines since [`keep`]; `None` if lines are written to stderr.
 #[cfg(not(target_arch = "wasm32"))]
 static KEPT: std::sync::Mutex<Option<Vec<String>>> = std::sync::Mutex::new(None);
 
-/// Stores lines from now on, to be read by [`taken`], in place of writing them to stderr.
+/// Stores further lines for [`taken`] instead of writing them to stderr.
 #[cfg(all(feature = "dev", not(target_arch = "wasm32")))]
 pub(crate) fn keep() {
     *KEPT.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(Vec::new());
 }
 
-/// The stored lines since the last call.
+/// Removes and returns the stored lines.
 #[cfg(all(feature = "dev", not(target_arch = "wasm32")))]
 pub(crate) fn taken() -> Vec<String> {
     KEPT.lock().unwrap_or_else(std::sync::PoisonError::into_inner).as_mut().map(std::mem::take).unwrap_or_default()

@@ -1,6 +1,6 @@
 //! The packed form of episodes and results, whose encoding is specified in `wit/packed-rewards.wit`.
 //!
-//! Compiled natively too, for the test with the vectors of the specification.
+//! Used in components; also compiled for native tests, which check it with the test vectors of the specification.
 
 use crate::{
     CallFailure, Candidate, Column, ColumnValue, Context, Episode, FailureKind, FinishReason, GroupReward, Hit,
@@ -10,7 +10,7 @@ use std::mem::ManuallyDrop;
 
 /// Scores the episodes of a packed batch.
 pub(crate) fn score_batch(plugin: &impl Reward, batch: Vec<u8>) -> Vec<u8> {
-    // The texts of all episodes lie in the batch: it must outlive them, and the instance ends with this call.
+    // The texts of all episodes are slices of the batch, which must outlive them. Leaking it is safe: the instance ends with this call.
     let mut reader = Reader { left: batch.leak() };
     let n_episodes = reader.u32();
     let mut results = Vec::with_capacity(64 * (n_episodes as usize + 1));
@@ -33,7 +33,7 @@ pub(crate) fn score_group(plugin: &impl GroupReward, group: Vec<u8>) -> Vec<u8> 
     packed
 }
 
-/// Frees the lists of an episode, which the next one can use, and none of its texts, which lie in the batch.
+/// Frees the lists of an episode, so that the next episode reuses their memory, and none of its texts, which are part of the batch.
 fn give_back_lists(episode: Episode) {
     for candidate in [Some(episode.policy), episode.baseline].into_iter().flatten() {
         let Candidate { rewrite, retrieval, judgement, style, n_tokens: _, finish_reason } = candidate;
@@ -56,7 +56,8 @@ fn give_back_lists(episode: Episode) {
     std::mem::forget((episode.id, episode.group_id, episode.split, episode.query, episode.context, episode.response));
 }
 
-/// Reads from the front. The host wrote the bytes: what cannot be read is the host's mistake, and ends in a panic.
+/// Reads values from the front of a packed batch. The host wrote the bytes, so invalid bytes are an error of the host, and reading them
+/// panics.
 struct Reader {
     left: &'static mut [u8],
 }
@@ -97,14 +98,14 @@ impl Reader {
         f64::from_le_bytes(self.array())
     }
 
-    /// A text that lies in the batch. It must never be dropped, grown or shrunk: the functions above lend it to the plugin behind a
-    /// shared reference and then forget it.
+    /// A text that uses the batch as its buffer, without a copy. It must never be dropped or resized: the functions above pass it to the
+    /// plugin by shared reference and then forget it.
     #[inline]
     fn text(&mut self) -> String {
         let n_bytes = self.u32() as usize;
         let bytes = self.take(n_bytes);
-        // SAFETY: the bytes are the host's texts, which are UTF-8; they live as long as the instance and nothing else refers
-        // to them. They are not a block of the allocator of their own, which matters only where the text is dropped or resized.
+        // SAFETY: the bytes are a text of the host, which is UTF-8. They live as long as the instance, and nothing else refers to
+        // them. They were not allocated as a block of their own, which is relevant only if the text is dropped or resized.
         unsafe { String::from_raw_parts(bytes.as_mut_ptr(), n_bytes, n_bytes) }
     }
 
@@ -246,7 +247,7 @@ fn put_text(to: &mut Vec<u8>, text: &str) {
 
 #[inline]
 fn put_u32(to: &mut Vec<u8>, number: usize) {
-    // A component's memory has 4 GiB: every length in it fits.
+    // A component's memory has at most 4 GiB, so every length fits in 32 bits.
     to.extend_from_slice(&(number as u32).to_le_bytes());
 }
 
@@ -266,7 +267,7 @@ mod tests {
         static SEEN: RefCell<Vec<Episode>> = const { RefCell::new(Vec::new()) };
     }
 
-    /// Keeps what it scores.
+    /// A reward that stores the episodes that it scores.
     struct Witness;
 
     impl Reward for Witness {
@@ -295,7 +296,7 @@ mod tests {
     #[derive(Deserialize)]
     struct Vector<'a> {
         name: String,
-        /// As text, whose objects keep their order.
+        /// As JSON text, because columns keep the order of the object's keys.
         #[serde(borrow)]
         json: Vec<&'a RawValue>,
         packed: String,

@@ -14,18 +14,18 @@ use std::{
 pub struct SettingError {
     /// Key of the setting.
     pub key: String,
-    /// The value expected, and the value given.
+    /// The expected value and the actual value.
     pub message: String,
 }
 
 impl SettingError {
-    /// An error about the setting `key`; `message` says which value was expected and which was given.
+    /// An error about the setting `key`; `message` has the expected and the actual value.
     pub fn new(key: impl Into<String>, message: impl Into<String>) -> Self {
         Self { key: key.into(), message: message.into() }
     }
 }
 
-/// The user's settings for this plugin, each a text. In a component they come from the host; in a test, from
+/// The user's settings of this plugin, stored as text. In a component they come from the host, in a test from
 /// [`Settings::from_pairs`].
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -38,11 +38,11 @@ enum Source {
     Host,
     #[cfg(not(target_arch = "wasm32"))]
     Pairs(BTreeMap<String, Value>),
-    /// Has no values and keeps what is read; clones share it.
+    /// No values; records every read. Clones share the record.
     Recording(Arc<Mutex<Vec<Setting>>>),
 }
 
-/// A setting that a plugin reads, as its description (`info.describe`) contains it.
+/// A setting that a plugin reads, as reported by `info.describe`.
 #[doc(hidden)]
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
@@ -70,7 +70,7 @@ pub enum SettingType {
 #[derive(Debug, Clone)]
 struct Value {
     text: String,
-    /// Set when the plugin reads the setting. Clones share it.
+    /// True once the plugin has read the setting. Clones share the flag.
     is_read: Arc<AtomicBool>,
 }
 
@@ -81,7 +81,7 @@ impl Settings {
         Self { source: Source::Host }
     }
 
-    /// Empty settings for a test: every default applies.
+    /// Empty settings for a test: all settings have their defaults.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn none() -> Self {
         Self::from_pairs::<String, String>([])
@@ -95,7 +95,7 @@ impl Settings {
         Self { source: Source::Pairs(pairs) }
     }
 
-    /// The settings that `read` reads, in order, each key once.
+    /// Calls `read` with empty settings and returns the settings that it reads, in order, each key once.
     #[doc(hidden)]
     pub fn recorded(read: impl FnOnce(&Self)) -> Vec<Setting> {
         let kept = Arc::default();
@@ -128,7 +128,7 @@ impl Settings {
         }
     }
 
-    /// Sets the help text of a setting that was read, one sentence: `querl plugin inspect` shows it for a component without
+    /// Sets the help text of a setting that was already read, one sentence. `querl plugin inspect` shows it for a component without
     /// plugin.toml.
     pub fn doc(&self, key: &str, text: &str) {
         if let Source::Recording(kept) = &self.source {
@@ -139,7 +139,7 @@ impl Settings {
         }
     }
 
-    /// Keys that are set but were never read: the host rejects them.
+    /// Keys that the user set and the plugin has not read: the host rejects them as unknown.
     #[cfg(not(target_arch = "wasm32"))]
     pub(crate) fn unread(&self) -> Vec<&str> {
         let Source::Pairs(pairs) = &self.source else { return Vec::new() };
@@ -147,29 +147,29 @@ impl Settings {
         unread.map(|(key, _)| key.as_str()).collect()
     }
 
-    /// The text under `key`, which the user must set.
+    /// The text of `key`, which the user must set.
     ///
     /// # Errors
-    /// Not set.
+    /// The setting is not set.
     pub fn required(&self, key: &str) -> Result<String, SettingError> {
         match self.get(key, SettingType::Text, |_| {}) {
             Some(text) => Ok(text),
-            // The plugin continues with the keys after this one.
+            // No error, so that the keys after this one are recorded too.
             None if matches!(self.source, Source::Recording(_)) => Ok(String::new()),
             None => Err(SettingError::new(key, "expected a text, got none")),
         }
     }
 
-    /// The text under `key`; `default` if it is not set.
+    /// The text of `key`; `default` if it is not set.
     pub fn text(&self, key: &str, default: &str) -> String {
         let text = self.get(key, SettingType::Text, |setting| setting.default = Some(default.to_owned()));
         text.unwrap_or_else(|| default.to_owned())
     }
 
-    /// The text under `key`, one of `choices`; `default` if it is not set.
+    /// The text of `key`, one of `choices`; `default` if it is not set.
     ///
     /// # Errors
-    /// Another text.
+    /// The text is none of `choices`.
     pub fn choice(&self, key: &str, default: &str, choices: &[&str]) -> Result<String, SettingError> {
         let text = self.get(key, SettingType::Text, |setting| {
             setting.default = Some(default.to_owned());
@@ -182,10 +182,10 @@ impl Settings {
         Err(SettingError::new(key, format!("expected one of {}, got `{text}`", choices.join(", "))))
     }
 
-    /// The number under `key`; `default` if it is not set.
+    /// The number of `key`; `default` if it is not set.
     ///
     /// # Errors
-    /// Not a number, or outside of `range`.
+    /// The value is not a number, or outside of `range` (bounds inclusive).
     pub fn number(&self, key: &str, default: f64, range: RangeInclusive<f64>) -> Result<f64, SettingError> {
         let text = self.get(key, SettingType::Number, |setting| {
             setting.default = Some(default.to_string());
@@ -199,10 +199,10 @@ impl Settings {
         })
     }
 
-    /// The whole number under `key`; `default` if it is not set.
+    /// The integer of `key`, 0 or more; `default` if it is not set.
     ///
     /// # Errors
-    /// Not a whole number, or outside of `range`.
+    /// The value is not such an integer, or outside of `range` (bounds inclusive).
     pub fn integer(&self, key: &str, default: u64, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
         let text = self.get(key, SettingType::Integer, |setting| {
             setting.default = Some(default.to_string());
@@ -216,10 +216,10 @@ impl Settings {
         })
     }
 
-    /// The truth value under `key`; `default` if it is not set.
+    /// The boolean of `key`; `default` if it is not set.
     ///
     /// # Errors
-    /// Neither `true` nor `false`.
+    /// The value is neither `true` nor `false`.
     pub fn flag(&self, key: &str, default: bool) -> Result<bool, SettingError> {
         let text = self.get(key, SettingType::Flag, |setting| setting.default = Some(default.to_string()));
         match text.as_deref() {
@@ -230,18 +230,18 @@ impl Settings {
         }
     }
 
-    /// The list of texts under `key`; empty if it is not set.
+    /// The list of texts of `key`; empty if it is not set.
     ///
     /// # Errors
-    /// Not a list of texts.
+    /// The value is not a list of texts.
     pub fn list(&self, key: &str) -> Result<Vec<String>, SettingError> {
         self.list_or(key, &[])
     }
 
-    /// The list of texts under `key`; `default` if it is not set.
+    /// The list of texts of `key`; `default` if it is not set.
     ///
     /// # Errors
-    /// Not a list of texts.
+    /// The value is not a list of texts.
     pub fn list_or(&self, key: &str, default: &[&str]) -> Result<Vec<String>, SettingError> {
         let text = self.get(key, SettingType::Texts, |setting| {
             setting.default = Some(serde_json::Value::from(default).to_string());

@@ -1,14 +1,14 @@
-//! Functions on texts that many plugins need: normalisation, Chinese numbers, edit distance, n-gram overlap, repetition, length penalty.
+//! Text functions for plugins: normalisation, Chinese numerals, edit distance, n-gram overlap, repetition, length penalty.
 //!
-//! Pure. The SDKs for Python and JavaScript have the same functions; `sdk/testdata/text.jsonl` has the results that all three give, to the bit.
-//! What is called a unit here is the token of the overlap functions, see [`units`].
+//! All are pure. The SDKs for Python and JavaScript have the same functions with bit-identical results, tested with
+//! `sdk/testdata/text.jsonl`. A unit is the token of the overlap functions, see [`units`].
 
 use std::collections::HashSet;
 
-/// Normalises a text to one spelling: a light form of Unicode's NFKC.
+/// Normalises a text: a subset of Unicode's NFKC, in lower case.
 ///
-/// Per code point: full-width forms (U+FF01 to U+FF5E) as ASCII, letters in lower case, U+200B and U+FEFF removed. Runs of blanks
-/// (Unicode `White_Space`) become one space, and the ends have none.
+/// Converts full-width forms (U+FF01 to U+FF5E) to ASCII and letters to lower case, code point by code point, removes U+200B and U+FEFF,
+/// collapses runs of white space (Unicode `White_Space`) to one space, and strips both ends.
 pub fn normalise(text: &str) -> String {
     let mut normalised = String::with_capacity(text.len());
     for c in text.chars().filter(|c| !matches!(c, '\u{200b}' | '\u{feff}')) {
@@ -33,7 +33,8 @@ fn half_width(c: char) -> char {
     }
 }
 
-/// The units of a [`normalise`]d text: a run of ASCII letters and digits, or one other character. Blanks and punctuation are left out.
+/// The units of the [`normalise`]d text: each run of ASCII letters and digits, and each other character. White space and punctuation are
+/// dropped.
 pub fn units(text: &str) -> Vec<String> {
     let mut units: Vec<String> = Vec::new();
     let mut in_run = false;
@@ -49,7 +50,7 @@ pub fn units(text: &str) -> Vec<String> {
     units
 }
 
-/// ASCII, Latin-1, general, CJK and vertical punctuation; full-width forms are ASCII by now.
+/// True for ASCII, Latin-1, general, CJK and vertical punctuation. Normalisation has already converted full-width forms to ASCII.
 fn is_punctuation(c: char) -> bool {
     c.is_ascii_punctuation()
         || matches!(c, '\u{a1}' | '\u{a7}' | '\u{ab}' | '\u{b6}' | '\u{b7}' | '\u{bb}' | '\u{bf}' | '\u{3030}')
@@ -57,15 +58,15 @@ fn is_punctuation(c: char) -> bool {
         || matches!(c, '\u{fe30}'..='\u{fe4f}' | '\u{ff5f}'..='\u{ff65}')
 }
 
-/// The value of a text that is one number: `三百二十`, `一万零五`, `两千三` (2300), `二〇二四` (2024), `三点五`, `3.5万`, `１２`, `负二`,
+/// Parses a text that is one number: `三百二十`, `一万零五`, `两千三` (2300), `二〇二四` (2024), `三点五`, `3.5万`, `１２`, `负二`,
 /// `百分之五` (0.05). `None` for any other text, and for values of 2^53 or more.
 pub fn number(text: &str) -> Option<f64> {
     let chars: Vec<char> = text.chars().map(half_width).collect();
     value(&chars)
 }
 
-/// The values of the numbers in a text, in order. At each place the longest one of at most 32 characters counts, so that `一万零五` is one
-/// number. A numeral within a word (`一起`) counts too.
+/// Finds all numbers in a text, in order. At each position the longest number of at most 32 characters is taken: `一万零五` is one number.
+/// Numerals within words (`一起`) are found too.
 pub fn numbers(text: &str) -> Vec<f64> {
     let chars: Vec<char> = text.chars().map(half_width).collect();
     let (mut values, mut start) = (Vec::new(), 0);
@@ -82,7 +83,7 @@ fn is_number_sign(c: char) -> bool {
     digit(c).is_some() || unit(c).is_some() || matches!(c, '.' | '-' | '点' | '负' | '分' | '之')
 }
 
-/// 2^53: integers below it are exact.
+/// 2^53: all integers below it are exact in f64.
 const END: f64 = 9_007_199_254_740_992.0;
 
 fn value(chars: &[char]) -> Option<f64> {
@@ -117,21 +118,23 @@ fn unsigned(chars: &[char]) -> Option<f64> {
     }
 }
 
-/// A whole part, and at most one fraction; none of them empty.
+/// The number of a non-empty integer part and at most one non-empty fraction; `None` for other parts.
 fn decimal<'a>(parts: impl Iterator<Item = &'a [char]>) -> Option<f64> {
     let parts: Vec<String> = parts.map(|part| part.iter().collect()).collect();
     let well_formed = parts.len() <= 2 && parts.iter().all(|part| !part.is_empty());
     if well_formed { parts.join(".").parse().ok() } else { None }
 }
 
-/// A number in Chinese numerals without a fraction.
+/// An integer in Chinese numerals.
 fn whole(chars: &[char]) -> Option<f64> {
     if !chars.is_empty() && chars.iter().all(|c| digit(*c).is_some()) {
         return chars.iter().try_fold(0.0, |value, c| Some(value * 10.0 + f64::from(digit(*c)?)));
     }
-    // `total` is what 万 and 亿 closed, `section` is below 10,000, `pending` the digit that waits for its unit.
+    // `total`: the value of the sections before, each ended by 万 or 亿. `section`: the current section, below 10,000. `pending`: a digit
+    // whose unit has not been read.
     let (mut total, mut section, mut pending) = (0.0, 0.0, None);
-    // The unit before: a last digit right after it counts a tenth of it. The largest unit that may follow within the section.
+    // `before`: the previous unit; a final digit directly after it counts tenths of it (两千三 is 2300). `below`: units within the section
+    // must be smaller than this, since they descend.
     let (mut before, mut below) = (1.0, 10_000.0);
     for (index, c) in chars.iter().enumerate() {
         match (digit(*c), unit(*c)) {
@@ -148,7 +151,7 @@ fn whole(chars: &[char]) -> Option<f64> {
                 if closed == 0.0 || (unit == 10_000.0 && total > 0.0 && section == 0.0) {
                     return None;
                 }
-                // 亿 multiplies all before it, 万 the section alone.
+                // 亿 multiplies everything before it, 万 only the section.
                 total = if unit == 10_000.0 { total + section * unit } else { closed * unit };
                 (section, before, below) = (0.0, unit, 10_000.0);
             }
@@ -187,7 +190,7 @@ fn unit(c: char) -> Option<f64> {
     })
 }
 
-/// Levenshtein distance in code points: the fewest insertions, deletions and replacements of one that turn `a` into `b`.
+/// Levenshtein distance in code points: the least number of insertions, deletions and substitutions that convert `a` to `b`.
 pub fn edit_distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -202,7 +205,7 @@ pub fn edit_distance(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// ROUGE-L of the [`units`]: 2 lcs / (n + m), the F1 of the longest common subsequence; 0 where one text has no units.
+/// ROUGE-L F1 over [`units`]: 2 lcs / (n + m), with the length lcs of the longest common subsequence. 0 if a text has no units.
 ///
 /// Chin-Yew Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004, equations 2 to 4 with beta = 1.
 pub fn rouge_l(a: &str, b: &str) -> f64 {
@@ -219,8 +222,8 @@ pub fn rouge_l(a: &str, b: &str) -> f64 {
     if a.is_empty() || b.is_empty() { 0.0 } else { 2.0 * row[b.len()] as f64 / (a.len() + b.len()) as f64 }
 }
 
-/// Jaccard similarity of the sets of `n`-grams of [`units`]: size of the intersection by size of the union; 0 where both sets are
-/// empty. `n` is 1 or more.
+/// Jaccard similarity of the sets of `n`-grams over [`units`]: size of the intersection divided by size of the union; 0 if both sets are
+/// empty. `n` is at least 1.
 pub fn jaccard(a: &str, b: &str, n: usize) -> f64 {
     let (a, b) = (units(a), units(b));
     let (a, b): (HashSet<_>, HashSet<_>) = (a.windows(n).collect(), b.windows(n).collect());
@@ -228,8 +231,7 @@ pub fn jaccard(a: &str, b: &str, n: usize) -> f64 {
     if n_union == 0 { 0.0 } else { a.intersection(&b).count() as f64 / n_union as f64 }
 }
 
-/// Share of the `n`-grams of [`units`] that occurred before in the text, 0 to 1: 1 - distinct / all; 0 where there is none. `n` is 1 or
-/// more.
+/// Share of repeated `n`-grams over [`units`], 0 to 1: 1 - distinct / all. 0 without `n`-grams. `n` is at least 1.
 ///
 /// seq-rep-n of Welleck et al., "Neural Text Generation with Unlikelihood Training", 2020, equation 11.
 pub fn repetition(text: &str, n: usize) -> f64 {
@@ -239,8 +241,8 @@ pub fn repetition(text: &str, n: usize) -> f64 {
     if n_all == 0 { 0.0 } else { 1.0 - distinct.len() as f64 / n_all as f64 }
 }
 
-/// Penalty of an overlong response, -1 to 0: 0 up to `max_length - buffer`, then falling linearly to -1 at `max_length`, and -1 above it.
-/// `buffer` is at most `max_length`; the unit of the lengths is the caller's.
+/// Soft overlong penalty, -1 to 0: 0 up to `max_length - buffer`, then linear to -1 at `max_length`, and -1 above. `buffer` is at most
+/// `max_length`. The three arguments have the same unit, for example tokens or characters.
 ///
 /// Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025, equation 13.
 pub fn soft_overlong(length: u32, max_length: u32, buffer: u32) -> f64 {
@@ -278,7 +280,7 @@ mod tests {
                 "soft_overlong" => json!(soft_overlong(n(0) as u32, n(1) as u32, n(2) as u32)),
                 other => panic!("line {number_of_line}: no function `{other}`"),
             };
-            // A whole number is written without a point in the table, and 1 is 1.0.
+            // The table has integers without a decimal point: 1 is equal to 1.0.
             let as_numbers = |value: &Value| value.as_f64().map_or(value.to_string(), |number| number.to_string());
             let of_list = |value: &Value| match value.as_array() {
                 Some(items) => items.iter().map(as_numbers).collect::<Vec<_>>().join(" "),

@@ -32,13 +32,13 @@ pub struct Hit {
     pub rank: u32,
 }
 
-/// Failure of an external call, with its reason; it is never replaced by a low score or an empty list.
+/// A failed external call (retrieval, judge or host function). Do not treat it as a low score or an empty list.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CallFailure {
     /// Kind of the failure.
     pub kind: FailureKind,
-    /// One sentence for a person.
+    /// One sentence for people. Do not parse it: the wording may change.
     pub message: String,
 }
 
@@ -107,14 +107,14 @@ pub enum Split {
     Other(String),
 }
 
-/// A rewrite of the policy or the teacher, with what the host knows about it. A field is `None` if it is not declared as an
-/// input, or unknown in this episode.
+/// A rewrite of the policy or the teacher, with its retrieved passages, judge score and style. A field is `None` if the plugin does not
+/// declare it as an input, or if it is unknown in this episode.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Candidate {
     /// The parsed rewrite, never blank; `None` if the response contains none.
     pub rewrite: Option<String>,
-    /// Retrieved passages, best first, or the failure of retrieval. An empty list means that nothing was found; `None` that no
-    /// retrieval was made.
+    /// Retrieved passages, best first, or the failure of retrieval. Empty if nothing was found or there is no rewrite; `None` if the run
+    /// has no retrieval.
     pub retrieval: Option<Result<Vec<Hit>, CallFailure>>,
     /// The judge's score, or the failure of the judge; `None` if the rewrite was not judged.
     pub judgement: Option<Result<JudgeScore, CallFailure>>,
@@ -127,18 +127,18 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// The rewrite, or a rejection if there is none. `side` is `policy` or `baseline`, for the code of the rejection.
+    /// The rewrite. In this and the following methods `side` is `policy` or `baseline`, for the code of the rejection.
     ///
     /// # Errors
-    /// `SIDE_rewrite_missing`.
+    /// The rejection `SIDE_rewrite_missing` if there is no rewrite.
     pub fn rewrite(&self, side: &str) -> Result<&str, Rejection> {
         self.rewrite.as_deref().ok_or_else(|| missing(side, "rewrite"))
     }
 
-    /// The retrieved passages, best first, or a rejection if there are none.
+    /// The retrieved passages, best first; empty if nothing was found.
     ///
     /// # Errors
-    /// `SIDE_retrieval_failed` or `SIDE_retrieval_missing`.
+    /// The rejection `SIDE_retrieval_failed` if retrieval failed, `SIDE_retrieval_missing` if it is `None`.
     pub fn hits(&self, side: &str) -> Result<&[Hit], Rejection> {
         match &self.retrieval {
             Some(Ok(hits)) => Ok(hits),
@@ -150,7 +150,7 @@ impl Candidate {
     /// The judge's score; `None` if the rewrite was not judged.
     ///
     /// # Errors
-    /// `SIDE_judgement_failed`.
+    /// The rejection `SIDE_judgement_failed` if the judge failed.
     pub fn judgement(&self, side: &str) -> Result<Option<&JudgeScore>, Rejection> {
         match &self.judgement {
             Some(Ok(judged)) => Ok(Some(judged)),
@@ -159,10 +159,10 @@ impl Candidate {
         }
     }
 
-    /// The style distribution, or a rejection if there is none.
+    /// The style distribution.
     ///
     /// # Errors
-    /// `SIDE_style_missing`.
+    /// The rejection `SIDE_style_missing` if there is none.
     pub fn style(&self, side: &str) -> Result<&[StyleProbability], Rejection> {
         self.style.as_deref().ok_or_else(|| missing(side, "style"))
     }
@@ -176,7 +176,7 @@ fn missing(side: &str, part: &str) -> Rejection {
     Rejection::new([side, "_", part, "_missing"].concat(), "")
 }
 
-/// A value that is not a list: text, number or truth value.
+/// A value that is not a list: text, number or boolean.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum Scalar {
@@ -196,12 +196,12 @@ pub enum ColumnValue {
 }
 
 impl ColumnValue {
-    /// The text of a value; `None` for another type.
+    /// The text, if the value is a text.
     pub fn text(&self) -> Option<&str> {
         if let Self::Text(text) = self { Some(text) } else { None }
     }
 
-    /// The number of a value, also of a text that is a number; `None` otherwise.
+    /// The number, if the value is a number or a text that is a finite number.
     pub fn number(&self) -> Option<f64> {
         match self {
             Self::Number(number) => Some(*number),
@@ -272,7 +272,7 @@ pub struct Rejection {
 }
 
 impl Rejection {
-    /// A rejection with a code for counting and a sentence for a person.
+    /// A rejection with a code for counting and a sentence for people.
     pub fn new(code: impl Into<String>, detail: impl Into<String>) -> Self {
         Self { code: code.into(), detail: detail.into() }
     }

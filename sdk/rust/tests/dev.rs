@@ -1,4 +1,4 @@
-//! The native replay of recorded episodes, for `querl plugin dev`.
+//! Tests of the native replay of recorded episodes, for `querl plugin dev`.
 #![allow(clippy::unwrap_used)]
 
 use querl_sdk::__dev::{Grouped, Scorer, Single, replay};
@@ -10,10 +10,10 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// Panics and log lines are the process's.
+/// Serialises the tests, because panic hook and log lines are global to the process.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// The results of the lines, with the range and the time.
+/// The lines of results, with range and time, for recorded episodes.
 fn results_of<S: Scorer>(name: &str, lines: &[Value], settings: Value) -> Vec<Value> {
     let _only = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -32,7 +32,7 @@ fn results_of<S: Scorer>(name: &str, lines: &[Value], settings: Value) -> Vec<Va
     results
 }
 
-/// The results of the lines alone.
+/// The results of the episodes, without range and time.
 fn scores<S: Scorer>(name: &str, lines: &[Value]) -> Vec<Value> {
     let results = results_of::<S>(name, lines, json!({}));
     results[1..results.len() - 1].to_vec()
@@ -48,12 +48,12 @@ fn scored(total: f64) -> Value {
     json!({ "scored": { "total": total, "components": [] } })
 }
 
-/// Faults, rejects and logs at the queries of these names.
+/// Reward that rejects, panics, returns NaN or logs if the query is `reject`, `fault`, `nan` or `log`.
 struct Length {
     max_chars: f64,
 }
 
-/// Where it faults.
+/// Line of the `panic!` below.
 const FAULT_LINE: u32 = line!() + 14;
 
 impl Reward for Length {
@@ -97,7 +97,7 @@ fn scores_rejections_faults_with_file_and_line_and_logs_are_written() {
     assert_eq!(refused, [json!({ "refused": { "message": message } })]);
 }
 
-/// Components named after the parts of an episode that it sees; which ones it declares is `INPUTS` by number.
+/// Reward with one component for each part of the episode that is present. `DECLARED[N]` are its inputs.
 struct Parts<const N: usize>;
 
 const DECLARED: [Inputs; 3] = [
@@ -151,12 +151,12 @@ fn plugin_sees_the_parts_that_it_declares_and_no_others_of_both_formats() {
     assert!(seen::<0>(&whole).is_empty());
     assert_eq!(seen::<1>(&whole), ["response", "columns", "judgement"]);
     assert_eq!(seen::<2>(&whole), ["prompt", "baseline", "of_baseline", "retrieval", "style"]);
-    // In format 2 a retrieval that found nothing is left out.
+    // Format 2 has no `retrieval` if nothing was found.
     let old = json!({ "format": 2, "episode": { "query": "a", "policy": {}, "baseline": {} } });
     assert_eq!(seen::<2>(&old), ["baseline", "of_baseline", "retrieval"]);
 }
 
-/// One divided by the number of equal rewrites in the group.
+/// Group reward: 1 / the number of equal rewrites in the group.
 struct Distinct;
 
 impl GroupReward for Distinct {
@@ -209,7 +209,7 @@ fn group_reward_gets_all_episodes_of_a_group_wherever_they_are() {
     assert_eq!(results, expected);
 }
 
-/// Calls the host function that the query names.
+/// Reward that calls the host function named by the query.
 struct Calls;
 
 impl Reward for Calls {

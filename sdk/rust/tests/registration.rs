@@ -11,13 +11,13 @@ const WITHOUT_EXPORT: &str = "
         fn check(&mut self, _: &querl_sdk::Sample) -> querl_sdk::Verdict { querl_sdk::Verdict::Keep }
     }";
 
-/// What cargo says of a crate with this source, built as the host builds it; empty where it builds.
+/// The error output of cargo for a crate with this source, built as the host builds plugins; empty if it builds.
 fn build(name: &str, source: &str) -> String {
     let sdk = Path::new(env!("CARGO_MANIFEST_DIR"));
     let plugins = sdk.join("../../plugins");
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     std::fs::create_dir_all(folder.join("src")).unwrap();
-    // The profile and the target folder of the first-party plugins, so that what they share is built once.
+    // Uses the profile and the target folder of the first-party plugins, so that shared dependencies are compiled once.
     let workspace = std::fs::read_to_string(plugins.join("Cargo.toml")).unwrap();
     let profile = &workspace[workspace.find("[profile.release]").unwrap()..];
     let manifest = format!(

@@ -1,4 +1,4 @@
-//! A judgement out of a judge's answer.
+//! Parser of a judge's answer.
 
 use crate::text::{after_thinking, half_width, json_object_with};
 use querl_sdk::{JudgeScore, Rejection};
@@ -7,11 +7,11 @@ use serde_json::Value;
 const SCORE: &str = "综合得分";
 const REASON: &str = "评分理由";
 
-/// The judgement in a judge's answer: `{"综合得分": 4.5, "评分理由": "..."}`, with or without a fence or words around it; the
-/// number may be a text and may have full-width digits. Where there is no JSON, `综合得分：4.5` in the text is taken.
+/// The judgement in a judge's answer: `{"综合得分": 4.5, "评分理由": "..."}`, with or without a code fence or text around it. The number may be
+/// a text and may have full-width digits. Without a JSON object, `综合得分：4.5` in the text is used.
 ///
 /// # Errors
-/// No score, or one outside of 0 to 5.
+/// The answer has no score, or one outside of 0 to 5.
 pub fn parse_judgement(text: &str) -> Result<JudgeScore, Rejection> {
     let answer = after_thinking(text)?;
     let (score, reason) = match json_object_with(&answer, SCORE) {
@@ -36,13 +36,14 @@ fn number(value: &Value) -> Option<f64> {
     }
 }
 
-/// The number after `综合得分` and signs such as `”：**`.
+/// The number after `综合得分` and punctuation such as `”：**`.
 fn labelled_number(text: &str) -> Option<f64> {
     let after = half_width(text.split_once(SCORE)?.1);
     leading_number(after.trim_start_matches([' ', ':', '"', '\'', '“', '”', '*', '=', '是', '为']))
 }
 
-/// `4.5`, also with a unit or scale behind it: `4.5分`, `4.5/5`.
+/// The number at the start of a text, which may be followed by a unit or the scale: `4.5`, `4.5分`, `4.5/5`. `None` for another scale
+/// (`90/100`) or a percentage.
 fn leading_number(text: &str) -> Option<f64> {
     let text = text.trim();
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.' && c != '-').unwrap_or(text.len());
@@ -93,7 +94,7 @@ mod tests {
         assert_eq!(code("<think>综合得分：4"), "unfinished_thinking");
     }
 
-    // A policy that learned to write braces used up a call's instructions.
+    // Regression: an answer of many braces used up the fuel of a call.
     #[test]
     fn braces_without_end_are_given_up() {
         let judged = r#"{"综合得分": 4}"#;

@@ -1,6 +1,5 @@
-//! The prompt plugin of all tenants: layout of prompts, parsing of responses. A tenant is three system prompts ([`Tenant`]).
-//!
-//! In: system prompts, queries, models' responses. Out: messages, rewrites, judgements or rejections.
+//! Common code of the tenants' prompt plugins: layout of prompts, parsers of responses. A tenant provides three system prompts
+//! ([`Tenant`]).
 
 mod judgement;
 mod rewrite;
@@ -12,13 +11,13 @@ pub use rewrite::parse_rewrite;
 use querl_sdk::{JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, SettingError, Settings};
 use std::marker::PhantomData;
 
-/// One tenant.
+/// A tenant.
 pub trait Tenant {
-    /// Its system prompts.
+    /// The tenant's system prompts.
     const PROMPTS: TenantPrompts;
 }
 
-/// The prompt plugin of a tenant. No settings.
+/// The prompt plugin of a tenant. It has no settings.
 #[derive(Debug, Clone, Copy)]
 pub struct TenantPlugin<T>(PhantomData<T>);
 
@@ -40,22 +39,22 @@ impl<T: Tenant> Prompt for TenantPlugin<T> {
     }
 }
 
-/// What differs between tenants.
+/// System prompts of a tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TenantPrompts {
     /// The teacher's system prompt, with the tenant's rules.
     pub teacher_system: &'static str,
-    /// The policy's system prompt; the rules are learned.
+    /// The policy's system prompt, without the rules: the policy learns them in training.
     pub policy_system: &'static str,
     /// The judge's system prompt.
     pub judge_system: &'static str,
 }
 
 impl TenantPrompts {
-    /// The conversation for one task.
+    /// The messages for one task.
     ///
     /// # Errors
-    /// A task that is not known.
+    /// The task is unknown.
     pub fn messages(&self, task: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection> {
         let query = query_lines(input);
         let (system, user) = match task {
@@ -76,7 +75,7 @@ const POLICY_REQUEST: &str = "请改写。";
 const JUDGE_REQUEST: &str =
     "请评估改写质量，只返回JSON，不要其他内容：{\"综合得分\": 0到5之间的数字, \"评分理由\": \"一句话说明\"}";
 
-/// 原始查询, and 用户画像 and 历史摘要 where present, a line each.
+/// The lines 原始查询 and, if known, 用户画像 and 历史摘要.
 fn query_lines(input: &PromptInput) -> String {
     let mut lines = format!("原始查询: {}", input.query);
     let context = [("用户画像", &input.context.user_profile), ("历史摘要", &input.context.history_summary)];

@@ -1,9 +1,9 @@
-//! A rewrite out of a model's answer.
+//! Parser of the rewrite in a model's answer.
 
 use crate::text::{after_thinking, json_object_with};
 use querl_sdk::Rejection;
 
-/// What models put before the rewrite, longest first where one begins another.
+/// Labels that models write before the rewrite. A label comes before any shorter label that it begins with.
 const PREFIXES: [&str; 17] = [
     "改写后的查询",
     "改写后的问题",
@@ -38,11 +38,11 @@ const QUOTES: [(&str, &str); 11] = [
     ("”", "“"),
 ];
 
-/// The rewrite in a model's answer: thinking, fences, JSON, prefixes and quotes taken away; the first line that is left, unless
-/// it ends in a colon and so only announces the next.
+/// The rewrite in a model's answer: its first line after removal of thinking, code fences, JSON, labels and quotes. A line that ends in a
+/// colon is skipped if another one follows.
 ///
 /// # Errors
-/// Nothing is left, or the thinking never ended.
+/// No text is left, or the thinking is not closed.
 pub fn parse_rewrite(text: &str) -> Result<String, Rejection> {
     let answer = after_thinking(text)?;
     if let Some(object) = json_object_with(&answer, "rewritten_query") {
@@ -63,7 +63,7 @@ fn first_line<'a>(lines: impl Iterator<Item = &'a str>) -> Result<String, Reject
     Err(Rejection::new("empty_rewrite", "the answer holds no rewrite"))
 }
 
-/// Takes prefixes, list marks and quotes off one line until none is left.
+/// Removes labels, list marks and quotes from a line until none is left.
 fn clean(line: &str) -> String {
     let mut rest = line.trim();
     loop {
@@ -80,7 +80,7 @@ fn without_mark(line: &str) -> &str {
     marks.iter().find_map(|mark| line.strip_prefix(mark)).unwrap_or(line).trim()
 }
 
-/// A prefix counts only with its colon, which may stand inside or outside of bold marks.
+/// Removes a label. A label must end in a colon, which may be inside or outside of bold marks.
 fn without_prefix(line: &str) -> &str {
     let bare = line.trim_start_matches("**");
     let after_name = PREFIXES.iter().find_map(|prefix| strip_prefix_ignoring_case(bare, prefix));
@@ -98,7 +98,7 @@ fn strip_prefix_ignoring_case<'a>(line: &'a str, prefix: &str) -> Option<&'a str
     head.eq_ignore_ascii_case(prefix).then(|| &line[prefix.len()..])
 }
 
-/// Quotes come off where they hold the whole line: not in `"A"和"B"`.
+/// Removes quotes if they enclose the complete line, unlike in `"A"和"B"`.
 fn without_quotes(line: &str) -> &str {
     let inner = QUOTES.iter().find_map(|(open, close)| {
         let inner = line.strip_prefix(open)?.strip_suffix(close)?;

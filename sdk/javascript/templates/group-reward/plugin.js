@@ -1,25 +1,39 @@
-// Rewards the samples of one query for being different from each other.
+// Reward for diversity within a group, which is all samples of one query: the mean Jaccard distance of n-grams to the other samples.
 
 import { plugin, Rejection, text } from "#querl-sdk";
 
 /** @import { Episode, GroupReward, Settings } from "#querl-sdk" */
 
-// Longer than any rewrite. Splitting a text into units takes thousands of instructions per character in a component.
+// Texts are cut to this length, which is above that of any useful rewrite: splitting a text into units takes thousands of instructions per
+// character in a component, and instructions per item are limited.
 const MAX_CHARS = 1000;
 
-/** @implements {GroupReward} */
+/**
+ * The reward with its settings. querl constructs an object for each call: store no state between groups.
+ * @implements {GroupReward}
+ */
 export class Diversity {
-  /** @param {Settings} settings */
+  /**
+   * Reads all settings, each with its default and bounds. querl refuses a key that is not read here.
+   * @param {Settings} settings
+   */
   constructor(settings) {
     this.ngram = settings.integer("ngram", 2, { minimum: 1, maximum: 8 });
   }
 
-  /** @returns {[number, number]} */
+  /**
+   * Lowest and highest total with these settings. A total outside this range stops the run.
+   * @returns {[number, number]}
+   */
   range() {
     return [0, 1];
   }
 
-  /** @param {Episode[]} episodes */
+  /**
+   * One result per episode, in the same order. Results must not depend on the order of the episodes. A returned rejection drops one
+   * episode, a thrown one the group.
+   * @param {Episode[]} episodes
+   */
   scoreGroup(episodes) {
     if (episodes.length < 2) {
       return episodes.map(() => new Rejection("alone", "the group has one sample; nothing to compare it with"));
@@ -28,7 +42,10 @@ export class Diversity {
     return sets.map((own) => ({ total: distance(own, sets.filter((other) => other !== own)) }));
   }
 
-  /** @param {string} rewrite */
+  /**
+   * The set of n-grams, joined by spaces. A unit is a character, or a word of ASCII letters and digits.
+   * @param {string} rewrite
+   */
   ngrams(rewrite) {
     const units = text.units(rewrite.slice(0, MAX_CHARS));
     const starts = units.slice(0, Math.max(units.length - this.ngram + 1, 0));
@@ -37,7 +54,7 @@ export class Diversity {
 }
 
 /**
- * The mean Jaccard distance, summed in ascending order: the order of the group must not matter.
+ * The mean Jaccard distance. Sorted before the sum, because rounding depends on the order of a sum.
  * @param {Set<string>} own
  * @param {Set<string>[]} others
  */

@@ -1,17 +1,25 @@
-// Scores a response by how much its dialogue is of one style.
+// Style scorer: the score of a response is the probability of one class of the run's style model.
 
 import { HostCallError, plugin, Rejection } from "#querl-sdk";
 
 /** @import { Dialogue, Settings, StyleModel, StyleScorer } from "#querl-sdk" */
 
-/** @implements {StyleScorer} */
+/**
+ * The scorer with its settings. querl constructs an object for each call: store no state between dialogues.
+ * @implements {StyleScorer}
+ */
 export class OneStyle {
-  /** @param {Settings} settings */
+  /**
+   * Reads all settings, each with its default. querl refuses a key that is not read here.
+   * @param {Settings} settings
+   */
   constructor(settings) {
     this.label = settings.text("label", "售前");
   }
 
   /**
+   * Scores the last turn of a dialogue, which is the assistant's: 0 (worst) to 1 (best). Throw a `Rejection` if that is not possible: the
+   * dialogue is dropped. It does not get a score of 0.
    * @param {Dialogue} dialogue
    * @param {StyleModel} model
    */
@@ -22,6 +30,7 @@ export class OneStyle {
   }
 
   /**
+   * The probability of each class. The call fails if the run has no style model.
    * @param {Dialogue} dialogue
    * @param {StyleModel} model
    */

@@ -64,7 +64,7 @@ _FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
     "contains": (_is_list, "a list of texts"),
     "messages": (_is_list, "a list of messages"),
 }
-"""What a key of `expect` holds; a text if it is not here."""
+"""Checks of the values in `expect`, by key, with the expected type in words. Other keys have texts."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ def read_golden(folder: Path | str) -> list[GoldenCase]:
 def check_golden(plugin: type, folder: Path | str) -> int:
     """Runs the cases of a folder for this class, each with a new object, and returns their number.
 
-    Raises :class:`AssertionError` for the first whose result is not the expected one, or where there is no case at all.
+    Raises :class:`AssertionError` for the first case with another result, or if the folder has no case for this class.
     """
     cases = [case for case in read_golden(folder) if issubclass(plugin, _ABOUT[case.about])]
     assert cases, f"{folder} holds no case for {plugin.__name__}"
@@ -142,7 +142,7 @@ def _case(place: str, value: Any) -> GoldenCase:
 
 
 def _check_expect(about: str, value: Any) -> None:
-    """Refuses unknown keys and values of another type in what is expected."""
+    """Raises :class:`ValueError` for an unknown key of `expect`, or a value of another type."""
     for each in value if isinstance(value, list) else [value]:
         if each != "keep":
             fields = json_form.Fields(each, "expect")

@@ -1,20 +1,20 @@
 //! The allocator of components.
 //!
-//! An instance serves one call, and its memory goes back to the host as a whole. What counts is therefore a quick allocation:
-//! the host asks for one block per text that it hands over, a few dozen per episode. Freed blocks are kept in one list per
-//! size and used again for that size, so that a call over a whole dataset stays small; nothing is split or merged. The
-//! memory held is at most the sum over the sizes of the most blocks of that size that lived at one time.
+//! An instance runs one call, and its complete memory is then returned to the host. The allocator is therefore optimised for fast
+//! allocation: the host requests one block per text that it passes, a few dozen per episode. Freed blocks are kept in one free list per
+//! size class and reused for that size class, which limits the memory of a call over a complete dataset. Blocks are never split or
+//! merged. The memory in use is at most the sum, over all size classes, of the maximum number of blocks of the class that were alive at
+//! the same time.
 //!
-//! `wasi-libc` keeps its own allocator for its own few blocks. Both take memory from the same instruction and neither touches
-//! what the other got.
+//! `wasi-libc` uses its own allocator for its few blocks. Both get memory by `memory.grow`, and neither uses memory of the other.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
 use std::ptr::{NonNull, null_mut};
 
-/// Blocks start at a multiple of this and have a size that is one: room for the link of a free block.
+/// Alignment and granularity of blocks in bytes: start and size are multiples of it, so that a free block has space for its link.
 const GRAIN: usize = 8;
-/// Up to here every multiple of the grain is a size of its own.
+/// Up to this size in bytes, each multiple of `GRAIN` is a size class.
 const SMALL_BYTES: usize = 1024;
 const N_SMALL: usize = SMALL_BYTES / GRAIN;
 /// Above `SMALL_BYTES`, each power of two is divided into this many size classes: at most an eighth of a block is unused.
@@ -22,8 +22,8 @@ const STEPS: usize = 8;
 const N_SIZES: usize = N_SMALL + STEPS * (usize::BITS - SMALL_BYTES.ilog2()) as usize;
 
 const PAGE_BYTES: usize = 64 << 10;
-/// Part of the component's first memory, so that a call with a usual batch never asks the host for more. Nothing of it is
-/// stored in the component, and pages that are not used cost nothing.
+/// Size of the first memory region, a static of the component, so that a call with a usual batch needs no `memory.grow`. It is zero and so
+/// not stored in the component file, and pages that are not touched cost nothing.
 const FIRST_BYTES: usize = 512 << 10;
 /// Maximum memory requested in advance, which bounds the waste near the memory limit.
 const MAX_SPARE_BYTES: usize = 1 << 20;
@@ -36,14 +36,14 @@ unsafe impl Sync for First {}
 
 static FIRST: First = First(std::cell::UnsafeCell::new([0; FIRST_BYTES]));
 
-/// A free block holds the address of the next one of its size.
+/// Head of a free list. A free block contains the address of the next free block of its size class.
 type Free = Cell<Option<NonNull<Link>>>;
 struct Link(Free);
 
 struct Arena {
-    /// Where the next new block starts; 0 before the first.
+    /// Address at which the next new block starts; 0 before the first.
     next: Cell<usize>,
-    /// Where the memory held ends.
+    /// End address of the current memory region.
     end: Cell<usize>,
     free: [Free; N_SIZES],
 }
@@ -54,7 +54,7 @@ unsafe impl Sync for Arena {}
 #[global_allocator]
 static ARENA: Arena = Arena { next: Cell::new(0), end: Cell::new(0), free: [const { Cell::new(None) }; N_SIZES] };
 
-/// The place of a size in the table of sizes, and the bytes that a block of it has. `bytes` is above 0.
+/// The index of the size class for `bytes`, and the block size of that class in bytes. `bytes` is above 0.
 #[inline]
 fn size_of_block(bytes: usize) -> (usize, usize) {
     if bytes <= SMALL_BYTES {
@@ -75,7 +75,7 @@ impl Arena {
         let (place, bytes) = size_of_block(bytes.max(1));
         let list = &self.free[place];
         if let Some(block) = list.get().filter(|block| block.as_ptr() as usize & (align - 1) == 0) {
-            // SAFETY: a block in a list is free, at least as large as a link, and was given its link by `give_back`.
+            // SAFETY: a block in a list is free, at least as large as a link, and `give_back` wrote its link.
             list.set(unsafe { block.as_ref() }.0.get());
             return block.as_ptr().cast();
         }
@@ -95,7 +95,7 @@ impl Arena {
         }
     }
 
-    /// Gets memory for a new block; false where the host gives none.
+    /// Gets a memory region for a new block; false if the host refuses to grow the memory.
     #[cold]
     fn make_room(&self, bytes: usize, align: usize) -> bool {
         if self.end.get() == 0 {
@@ -116,7 +116,7 @@ impl Arena {
         if start != self.end.get() {
             self.next.set(start);
         }
-        // The very last page of 4 GiB ends at 0: one grain less keeps the end a number.
+        // The end of the last page of 4 GiB is 2^32, which `usize` cannot represent: one grain less.
         self.end.set(start.checked_add(n_pages * PAGE_BYTES).unwrap_or(usize::MAX - GRAIN + 1));
         true
     }
@@ -125,7 +125,7 @@ impl Arena {
     fn give_back(&self, block: *mut u8, bytes: usize) {
         let (place, _) = size_of_block(bytes.max(1));
         let Some(block) = NonNull::new(block.cast::<Link>()) else { return };
-        // SAFETY: the caller gives the block up; it starts at a multiple of the grain and has at least one grain.
+        // SAFETY: the caller no longer uses the block; it starts at a multiple of `GRAIN` and has at least that size.
         unsafe { block.write(Link(Cell::new(self.free[place].get()))) };
         self.free[place].set(Some(block));
     }
@@ -151,8 +151,8 @@ impl Arena {
     }
 }
 
-// SAFETY: a block is in use or in a list, never both, and no two blocks overlap: new ones start where the last one ended, a
-// block of a list has the size of the list.
+// SAFETY: a block is either in use or in a free list, and no two blocks overlap: a new block starts where the last one ended, and a block
+// of a free list has the size of its class.
 unsafe impl GlobalAlloc for Arena {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -176,15 +176,15 @@ unsafe extern "C" {
     safe fn registered();
 }
 
-/// Every component has the function below, so that this reaches the linker in every component.
+/// Refers to the symbol in every component: the linker keeps this module, because every component has `cabi_realloc` below.
 #[used]
 static REGISTERED: extern "C" fn() = registered;
 
-/// What the host calls for each text and list that it hands over. Stands in for the one of `wasi-libc`, whose allocator would
-/// otherwise own these blocks.
+/// The allocation function that the host calls for each text and list that it passes. Replaces that of `wasi-libc`, which would use its own
+/// allocator for these blocks.
 ///
 /// # Safety
-/// For the host, which keeps to the canonical ABI.
+/// Only for calls by the host under the canonical ABI.
 #[unsafe(export_name = "cabi_realloc")]
 unsafe extern "C" fn cabi_realloc(block: *mut u8, old: usize, align: usize, new: usize) -> *mut u8 {
     let block = match (old, new) {

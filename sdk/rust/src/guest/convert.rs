@@ -1,4 +1,4 @@
-//! Conversion between the types of the bindings and those of the SDK. Moves values and copies no text.
+//! Conversion between the types of the bindings and those of the SDK. Moves values, without copies of texts.
 
 use super::{filters_wit, info_wit, prompts_wit, style_wit, wit};
 use crate::{

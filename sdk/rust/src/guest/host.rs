@@ -1,4 +1,4 @@
-//! Calls of host functions in a component. A function that the plugin does not call is not imported.
+//! Calls of host functions in a component. The component imports only the interfaces whose functions the plugin calls.
 
 use super::convert;
 use super::imports::querl::plugin::{calls, judge, similarity, style_model, tokens, words as words_wit};

@@ -1,5 +1,5 @@
-//! Implements the interfaces of the contract with the plugin traits, for [`export!`](crate::export). Hidden; exists in components
-//! only.
+//! Implements the exported interfaces of the contract by the plugin traits, for [`export!`](crate::export). Hidden, and compiled in
+//! components only.
 #![allow(missing_docs, unreachable_pub, reason = "reached through the macro only; nothing here is for authors")]
 
 mod arena;
@@ -32,7 +32,7 @@ pub mod imports {
     });
 }
 
-/// One module for each exported interface, so that a component may export any selection of them.
+/// Generates the bindings of one exported interface in a module, so that a component can export any subset of the interfaces.
 macro_rules! exported_interface {
     ($module:ident, $world:tt, $export_macro:tt, $path:tt $(, $types:tt)?) => {
         pub mod $module {
@@ -107,7 +107,7 @@ use prompts::exports::querl::plugin::prompts as prompts_wit;
 use rewards::exports::querl::plugin::rewards as rewards_wit;
 use style_scores::exports::querl::plugin::style_scores as style_wit;
 
-/// Facts about the author's crate that [`export!`](crate::export) knows: name, version, inputs and kinds.
+/// Name, version, inputs and kinds of the author's crate; implemented by [`export!`](crate::export).
 pub trait Identity {
     const NAME: &'static str;
     const VERSION: &'static str;
@@ -118,12 +118,11 @@ pub trait Identity {
     /// The range of totals of the reward under these settings; `None` if the component has no reward.
     fn range(settings: &Settings) -> Option<RangeInclusive<f64>>;
 
-    /// Reads the settings of all kinds of plugin in the component.
+    /// Constructs the plugins of all kinds in the component with these settings, which reads every setting.
     fn check_settings(settings: &Settings) -> Result<(), SettingError>;
 }
 
-/// Implementation of an exported interface; it only carries the type `T` of the plugin. The five types below are the same for
-/// other interfaces.
+/// Implements the interface `info`; a marker for the type `T` of the plugin. The five types below are the same for the other interfaces.
 pub struct InfoGuest<T>(PhantomData<T>);
 pub struct PromptGuest<T>(PhantomData<T>);
 pub struct FilterGuest<T>(PhantomData<T>);
@@ -131,7 +130,7 @@ pub struct RewardGuest<T>(PhantomData<T>);
 pub struct GroupRewardGuest<T>(PhantomData<T>);
 pub struct StyleScorerGuest<T>(PhantomData<T>);
 
-/// The host checks the settings before it calls anything else, so that only a host's mistake ends here.
+/// The plugin. Panics on a setting error, which is an error of the host: it must call `check-settings` before any other function.
 fn checked<T>(plugin: Result<T, SettingError>) -> T {
     plugin.unwrap_or_else(|error| panic!("{error}"))
 }
@@ -196,7 +195,7 @@ impl<T: Reward> rewards_wit::Guest for RewardGuest<T> {
         let episodes = episodes.into_iter().map(convert::episode);
         episodes
             .map(|episode| {
-                // The instance ends with this call, and its memory with it: freeing thirty texts one by one buys nothing.
+                // The texts of an episode, about thirty, are not freed one by one: the instance and its memory end with this call.
                 let episode = ManuallyDrop::new(episode);
                 convert::result(plugin.score(&episode))
             })
@@ -236,7 +235,7 @@ impl<T: StyleScorer> style_wit::Guest for StyleScorerGuest<T> {
     }
 }
 
-/// The style model that the host holds.
+/// The host's style model, which a style scorer calls.
 struct HostModel;
 
 impl StyleModel for HostModel {

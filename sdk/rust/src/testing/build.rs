@@ -8,7 +8,7 @@ use crate::{
 };
 use std::ops::Deref;
 
-/// A builder dereferences to what it builds, and turns into it. The words that several builders have are named.
+/// Implements `Deref` and `From` for a builder and its record, and the groups of methods that several builders share (`id`, `context`).
 macro_rules! builder {
     ($builder:ty, $record:ty, $field:tt, $($word:ident)+) => {
         impl Deref for $builder {
@@ -72,7 +72,7 @@ enum Side {
 
 /// Builds an episode for `query`, with all other fields empty.
 ///
-/// [`EpisodeBuilder::policy`] and [`EpisodeBuilder::baseline`] say whom the words after them are about:
+/// Calls after [`EpisodeBuilder::policy`] are about the policy's rewrite, calls after [`EpisodeBuilder::baseline`] about the teacher's:
 ///
 /// ```
 /// use querl_sdk::testing;
@@ -308,7 +308,7 @@ impl DialogueBuilder {
     }
 }
 
-/// Stand-in for the run's style model: the same distribution for every dialogue.
+/// Stand-in for the run's style model: the same result for every dialogue.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StandInModel(Result<Vec<StyleProbability>, CallError>);
 

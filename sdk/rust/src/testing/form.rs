@@ -10,17 +10,17 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::path::Path;
 
-/// The format of recorded episodes that runs write, and the one before it.
+/// The current format of recorded episodes, which runs write, and the previous one.
 const FORMAT: u32 = 3;
 const FORMAT_2: u32 = 2;
 
 /// Reads recorded episodes, for example a run's `episodes.jsonl`, or lines written by hand.
 ///
-/// Each line is `{"format": 3, "episode": {"query": …, "policy": {…}}}`; what else a run writes into a line is passed over. In lines of
-/// format 2, empty texts, 0 tokens and a missing retrieval are read as what they meant there. A relative path starts at the plugin's folder.
+/// Each line is `{"format": 3, "episode": {"query": …, "policy": {…}}}`; other keys of a line are ignored. In lines of format 2, empty
+/// texts and 0 tokens are read as unknown, and a missing retrieval as no hits. A relative path starts at the plugin's folder.
 ///
 /// # Panics
-/// The file cannot be read, or a line is no episode.
+/// The file cannot be read, or a line is not an episode.
 #[track_caller]
 pub fn read_episodes(path: impl AsRef<Path>) -> Vec<Episode> {
     let path = path.as_ref();
@@ -53,7 +53,7 @@ fn recorded(line: &str, number: usize) -> Result<Episode, String> {
     check::episode(&episode).map(|()| episode)
 }
 
-/// Format 2 has empty texts and 0 for what is unknown, and leaves out a retrieval that found nothing.
+/// Converts an episode of format 2, which has empty texts and 0 for unknown values, and no `retrieval` if nothing was found.
 fn of_format_2(episode: &mut Episode, step: u64) {
     let known = |text: &mut Option<String>| *text = text.take().filter(|text| !text.is_empty());
     known(&mut episode.context.user_profile);
@@ -91,7 +91,8 @@ pub(crate) struct EpisodeForm {
 }
 
 impl EpisodeForm {
-    /// The episode of this form. `id` is its id if the form has none; group and sample index come from an id `GROUP/INDEX`.
+    /// Converts the form to an episode. `id` is the default id. If `group_id` or `sample_index` is missing, it comes from an id
+    /// `GROUP/INDEX`.
     pub(crate) fn named(self, id: &str) -> Episode {
         let id = self.id.filter(|id| !id.is_empty()).unwrap_or_else(|| id.to_owned());
         let (group, index) = match id.rsplit_once('/') {
@@ -124,7 +125,7 @@ impl EpisodeForm {
     }
 }
 
-/// An object from name to value, in its order.
+/// Columns: a JSON object from name to value, in the order of its keys.
 #[derive(Default)]
 struct ColumnsForm(Vec<Column>);
 
@@ -202,11 +203,11 @@ impl From<SampleForm> for Sample {
     }
 }
 
-/// A recorded call of a host function, as recorded episodes have it under `calls`.
+/// A recorded call of a host function: an entry of `calls` in recorded episodes.
 #[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct HostCallForm {
-    /// The plugin that called.
+    /// Name of the plugin that made the call.
     #[serde(rename = "plugin")]
     _plugin: Option<String>,
     pub(super) request: HostRequestForm,
@@ -259,7 +260,7 @@ struct CandidateForm {
     style: Option<Vec<StyleProbability>>,
     n_tokens: Option<u32>,
     finish_reason: Option<String>,
-    /// Of format 2.
+    /// Only in format 2.
     truncated: Option<bool>,
 }
 
@@ -272,7 +273,7 @@ impl From<CandidateForm> for Candidate {
             _ => None,
         };
         Self {
-            // A rewrite is never blank: a blank one is one that does not exist.
+            // A blank rewrite in a file stands for no rewrite.
             rewrite: form.rewrite.filter(|rewrite| !rewrite.trim().is_empty()),
             retrieval: form.retrieval.map(|retrieval| match retrieval {
                 RetrievalForm::Hits(hits) => Ok(ranked(hits)),
@@ -313,12 +314,12 @@ enum JudgementForm {
         #[serde(default)]
         reason: String,
     },
-    /// Of format 2.
+    /// Only in format 2.
     NotSampled,
     Failed(FailureForm),
 }
 
-/// Ranks that are left out are counted from 1.
+/// Fills in missing ranks: the position in the list, from 1.
 fn ranked(mut hits: Vec<Hit>) -> Vec<Hit> {
     for (hit, rank) in hits.iter_mut().zip(1..).filter(|(hit, _)| hit.rank == 0) {
         hit.rank = rank;

@@ -16,13 +16,13 @@ use std::path::{Path, PathBuf};
 /// The golden cases of a plugin; made by [`golden`].
 pub struct Golden {
     folder: PathBuf,
-    /// With file and line.
+    /// Each with its origin, `FILE:LINE`.
     cases: Vec<(String, Case)>,
 }
 
 type Case = GoldenCase<SdkTypes>;
 
-/// Golden cases with the types of this crate.
+/// The types of this crate for the records of golden cases.
 struct SdkTypes;
 
 impl GoldenTypes for SdkTypes {
@@ -63,7 +63,8 @@ fn read<T: DeserializeOwned>(key: &str, value: Value) -> Result<T, String> {
     serde_json::from_value(value).map_err(|error| format!("`{key}`: {error}"))
 }
 
-/// As the host renders it: numbers as they read back, texts as they are, lists as JSON.
+/// The text form of a setting that the host uses: numbers in decimal notation that reads back to the same number, texts unchanged, lists as
+/// JSON.
 fn setting(value: Value) -> String {
     match value {
         Value::String(text) => text,
@@ -77,7 +78,7 @@ fn setting(value: Value) -> String {
 
 /// Reads all `.jsonl` files of a folder; a relative path starts at the plugin's folder.
 ///
-/// Each kind of the plugin then runs its cases:
+/// Run the cases for each kind of the plugin:
 ///
 /// ```no_run
 /// # use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings, testing};
@@ -105,8 +106,8 @@ fn setting(value: Value) -> String {
 ///                "expect": {"total": 0.9}}                                                      or {"rejected": "code"}
 /// ```
 ///
-/// Host functions are answered by `calls`, in the form of `calls` of recorded episodes; a call that is not there fails as not recorded. Cases with
-/// `episode`, `episodes` or `samples` may have them:
+/// Cases with `episode`, `episodes` or `samples` may have results of host functions in `calls`, in the form of `calls` in recorded
+/// episodes. Any other call of a host function fails as not recorded:
 ///
 /// ```text
 /// "calls": [{"request": {"ask_judge": [{"role": "user", "content": "…"}]}, "response": {"Ok": {"text": "4"}}},
@@ -235,7 +236,7 @@ impl Golden {
         })
     }
 
-    /// `run` returns `None` for a case of another kind.
+    /// Runs all cases. `run` returns `None` for a case of another kind.
     #[track_caller]
     fn all(&self, kind: &str, run: impl Fn(&Case) -> Option<Comparison>) -> &Self {
         let run_case = |(origin, case): &(String, Case)| {
@@ -285,7 +286,7 @@ mod tests {
     use crate::{Input, Inputs, JudgeScore, SettingError, StyleModel, host};
     use std::ops::RangeInclusive;
 
-    /// Scores the policy's best hit; `scale` times.
+    /// Reward: the reranker score of the policy's best hit, times the setting `scale`.
     struct TopHit(f64);
 
     impl Reward for TopHit {
@@ -305,7 +306,7 @@ mod tests {
         }
     }
 
-    /// Keeps what is not above `max_chars`.
+    /// Filter: keeps rewrites of at most `max_chars` characters.
     struct Short(u64);
 
     impl Filter for Short {
@@ -321,7 +322,7 @@ mod tests {
         }
     }
 
-    /// Says the query, and reads answers as they are.
+    /// Prompt: the user message is the query; parsers return the response itself.
     struct Plain;
 
     impl Prompt for Plain {
@@ -343,7 +344,7 @@ mod tests {
         }
     }
 
-    /// The probability of 售前.
+    /// Style scorer: the probability of 售前.
     struct PreSales;
 
     impl StyleScorer for PreSales {
@@ -358,7 +359,7 @@ mod tests {
         }
     }
 
-    /// The judge's score of the rewrite, divided by its number of tokens.
+    /// Reward: the judge's score of the rewrite, divided by its number of tokens.
     struct Judged;
 
     impl Reward for Judged {
@@ -392,7 +393,7 @@ mod tests {
         golden_case::parse(&line.replace('\n', " "), "x").remove(0).1
     }
 
-    /// The message with which `job` panics.
+    /// The panic message of `job`.
     fn panic_of(job: impl FnOnce() + std::panic::UnwindSafe) -> String {
         let panic = std::panic::catch_unwind(job).unwrap_err();
         panic.downcast_ref::<String>().cloned().unwrap_or_else(|| panic.downcast_ref::<&str>().unwrap().to_string())

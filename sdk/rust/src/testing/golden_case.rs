@@ -1,5 +1,5 @@
-//! The format of golden cases: one JSON object per line of `golden/*.jsonl`. The test kit of this crate and `querl plugin test` read
-//! their cases with this module; each has its own types for the records in a case.
+//! The format of golden cases: one JSON object per line of `golden/*.jsonl`. Both the test kit of this crate and `querl plugin test` read
+//! cases with this module, each with its own types for the records in a case.
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -8,8 +8,7 @@ use std::collections::BTreeMap;
 
 const TOLERANCE: f64 = 1e-9;
 
-/// The types that a program which runs golden cases uses for their records, and how each is read from JSON. Ids are already
-/// filled in.
+/// The record types of a program that runs golden cases, and their conversions from JSON. Missing ids are filled in before the conversion.
 pub trait GoldenTypes {
     /// Type of a plugin's settings.
     type Settings;
@@ -27,7 +26,7 @@ pub trait GoldenTypes {
     /// Reads the settings of a case.
     ///
     /// # Errors
-    /// A value of a type that settings do not have.
+    /// A value has a type that settings do not have.
     fn settings(value: Map<String, Value>) -> Result<Self::Settings, String>;
     /// Reads an episode.
     ///
@@ -58,11 +57,11 @@ pub trait GoldenTypes {
 
 /// One golden case: an input of a plugin and the expected result.
 pub struct GoldenCase<T: GoldenTypes> {
-    /// Name of the case, which says what it shows.
+    /// Name of the case: the behaviour that it tests.
     pub name: String,
     /// Settings that the plugin is configured with.
     pub settings: T::Settings,
-    /// Recorded results of host functions; a call that is not among them fails as not recorded.
+    /// Recorded results of host functions. Any other call fails as not recorded.
     pub calls: Vec<T::Call>,
     /// Input and expected result.
     pub body: GoldenBody<T>,
@@ -164,7 +163,7 @@ pub enum ExpectedJudgement {
 /// The actual score of a plugin: the total, and a function from a component's name to its value.
 pub type ActualScore<'a> = (f64, &'a dyn Fn(&str) -> Option<f64>);
 
-/// Result of comparing with the expected result; the error is the expectation in words.
+/// Result of a comparison with the expected result. The error describes the expected result.
 pub type Comparison = Result<(), String>;
 
 fn compare(holds: bool, expected: impl FnOnce() -> String) -> Comparison {
@@ -274,10 +273,10 @@ pub fn parse<T: GoldenTypes>(text: &str, file: &str) -> Vec<(String, Result<Gold
     lines.map(|(line, number)| (format!("{file}:{number}"), parse_case(line))).collect()
 }
 
-/// The keys of a line.
+/// The keys of a line and their values.
 struct Fields {
     unread: Map<String, Value>,
-    /// Keys that were asked for.
+    /// Keys that the parser has read or tried to read.
     known: Vec<&'static str>,
 }
 
@@ -349,7 +348,7 @@ fn body<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>
     }
 }
 
-/// The id may be left out or null.
+/// The record with `id` as its id if it has none, or null.
 fn with_id(mut value: Value, id: &str) -> Value {
     if let Value::Object(fields) = &mut value
         && fields.get("id").is_none_or(Value::is_null)

@@ -1,4 +1,4 @@
-//! Stand-ins for the host functions in native tests.
+//! Replacements for the host functions in native tests.
 
 use super::form::{HostCallForm, HostRequestForm, HostResponseForm};
 use crate::host::CallError;
@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 type Function<I, O> = Option<Box<dyn Fn(&I) -> Result<O, CallError>>>;
 
-/// What the functions of [`crate::host`] return on this thread; one that is not set is not configured.
+/// Replacements for the functions of [`crate::host`] on this thread. A function without a replacement fails as not configured.
 ///
 /// ```
 /// use querl_sdk::{host, testing::HostFunctions};
@@ -29,7 +29,7 @@ pub struct HostFunctions {
 }
 
 impl HostFunctions {
-    /// Sets the tokenizer, whose tokens `count_tokens` counts.
+    /// Sets the tokenizer, for `split_tokens` and `count_tokens`.
     #[must_use]
     pub fn tokens(mut self, split: impl Fn(&str) -> Result<Vec<String>, CallError> + 'static) -> Self {
         let split = Rc::new(split);
@@ -70,7 +70,7 @@ impl HostFunctions {
         self
     }
 
-    /// Stand-ins that return recorded results; a call that was not recorded fails.
+    /// Replacements that return recorded results. A call that was not recorded fails.
     pub(crate) fn recorded(calls: Vec<HostCallForm>) -> Self {
         let calls = &Rc::new(calls);
         let texts = |response: &HostResponseForm| match response {
@@ -103,14 +103,15 @@ impl HostFunctions {
         }
     }
 
-    /// Uses these stand-ins for calls of this thread until the returned value is dropped.
+    /// Uses these replacements for calls of this thread until the returned guard is dropped.
     #[must_use = "the functions are there until this is dropped"]
     pub fn install(self) -> InstalledHostFunctions {
         InstalledHostFunctions { before: Some(FUNCTIONS.replace(self)) }
     }
 }
 
-/// The function whose calls are those of `request`. `read` has `None` for a response of another function.
+/// A replacement that returns the result of the first recorded call with the same request. `request` converts the argument to the
+/// recorded form; `read` returns `None` for the response of another function.
 fn recorded<I: ?Sized + 'static, O: 'static>(
     calls: &Rc<Vec<HostCallForm>>,
     request: impl Fn(&I) -> HostRequestForm + 'static,
@@ -131,7 +132,7 @@ fn recorded<I: ?Sized + 'static, O: 'static>(
     }))
 }
 
-/// Guard of [`HostFunctions::install`]; dropping it restores the stand-ins that were installed before.
+/// Guard of [`HostFunctions::install`]. Dropping it restores the previous replacements.
 pub struct InstalledHostFunctions {
     before: Option<HostFunctions>,
 }

@@ -1,9 +1,9 @@
-//! Runs a plugin's logic under plain `cargo test`, as the host runs the component: settings, a fresh plugin for each call,
-//! results checked against the contract. Exists in native builds only.
+//! Test kit for plugins under `cargo test`. It calls the plugin as the host calls the component: with settings, a new plugin for each
+//! call, and checks of results against the contract. Compiled in native builds only.
 //!
-//! In: the author's type, and values made with few words ([`episode`], [`sample`], [`dialogue`]) or read from files ([`golden`],
-//! [`read_episodes`]). Out: what the plugin says. What the host would refuse, of the plugin as of the values, is a panic that
-//! says what was expected and what came.
+//! Inputs come from builders ([`episode`], [`sample`], [`dialogue`]) or files ([`golden`], [`read_episodes`]). The functions return the
+//! plugin's results. They panic, with the expected and the actual value, on a result that the host would refuse, and on an input that the
+//! host never sends.
 //!
 //! ```
 //! use querl_sdk::{Episode, FailureKind, Input, Inputs, Rejection, Reward, Score, SettingError, Settings, testing};

@@ -8,14 +8,14 @@ use crate::{
 use std::fmt::Debug;
 use std::ops::RangeInclusive;
 
-/// A configured plugin: makes a fresh one for each call, as the host has a fresh instance.
+/// Constructs a new plugin for each call, as the host makes a new instance for each call.
 struct Configured<T> {
     settings: Settings,
     make: fn(&Settings) -> Result<T, SettingError>,
 }
 
 impl<T> Configured<T> {
-    /// Panics where the plugin refuses the settings, or does not look at one of them.
+    /// Panics if the plugin refuses the settings, or does not read one of them.
     #[track_caller]
     fn new(settings: Settings, make: fn(&Settings) -> Result<T, SettingError>) -> Self {
         if let Err(error) = make(&settings) {
@@ -48,7 +48,7 @@ pub struct RewardTest<T> {
 /// Configures a reward as the host does.
 ///
 /// # Panics
-/// The reward refuses the settings, does not read one of them, or declares a range that is none.
+/// The reward refuses the settings, does not read one of them, or declares an invalid range.
 #[track_caller]
 pub fn reward<T: Reward>(settings: Settings) -> RewardTest<T> {
     let configured = Configured::new(settings, T::new);
@@ -69,8 +69,7 @@ impl<T: Reward> RewardTest<T> {
     /// The plugin's rejection.
     ///
     /// # Panics
-    /// The host would never send the episode or refuse the result, or the plugin scores the same episode differently the
-    /// second time.
+    /// The host never sends such an episode, or refuses the result; or the plugin scores the same episode differently the second time.
     #[track_caller]
     pub fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
         let episode = declared(episode, T::INPUTS);
@@ -84,7 +83,7 @@ impl<T: Reward> RewardTest<T> {
     /// Scores a batch with one plugin, in order.
     ///
     /// # Panics
-    /// As [`RewardTest::score`]; or an episode's result depends on the others in the batch.
+    /// As [`RewardTest::score`], and if an episode's result depends on other episodes of the batch.
     #[track_caller]
     pub fn score_batch(&self, episodes: impl IntoIterator<Item = impl Into<Episode>>) -> Vec<Result<Score, Rejection>> {
         let episodes: Vec<Episode> = episodes.into_iter().map(|episode| declared(&episode.into(), T::INPUTS)).collect();
@@ -97,7 +96,7 @@ impl<T: Reward> RewardTest<T> {
     }
 }
 
-/// The episode with the parts that a plugin declares and no other, as the host sends it.
+/// The checked episode without undeclared inputs, as the host sends it.
 #[track_caller]
 fn declared(episode: &Episode, inputs: Inputs) -> Episode {
     check::sent(check::episode(episode));
@@ -106,7 +105,7 @@ fn declared(episode: &Episode, inputs: Inputs) -> Episode {
     episode
 }
 
-/// Removes the parts of an episode that a plugin does not declare, as the host does.
+/// Removes the inputs that a plugin does not declare from an episode, as the host does.
 pub(crate) fn strip(episode: &mut Episode, inputs: Inputs) {
     let has = |input| inputs.contains(input);
     episode.response = episode.response.take().filter(|_| has(Input::Response));
@@ -144,10 +143,10 @@ impl<T: GroupReward> GroupRewardTest<T> {
         self.range.clone()
     }
 
-    /// Scores one group: all episodes get the group of the first.
+    /// Scores one group: all episodes get the `group_id` of the first.
     ///
     /// # Panics
-    /// The host would never send an episode or refuse a result, or the results depend on the order of the group.
+    /// The host never sends such an episode, or refuses a result; or the results depend on the order of the group.
     #[track_caller]
     pub fn score(&self, episodes: impl IntoIterator<Item = impl Into<Episode>>) -> Vec<Result<Score, Rejection>> {
         let mut group: Vec<Episode> =
@@ -186,10 +185,10 @@ pub fn filter<T: Filter>(settings: Settings) -> FilterTest<T> {
 }
 
 impl<T: Filter> FilterTest<T> {
-    /// Checks one batch: a verdict on each sample, in order. The next batch gets a fresh filter.
+    /// Checks one batch: one verdict per sample, in order. Each batch gets a new filter.
     ///
     /// # Panics
-    /// The host would never send the samples or refuse a verdict, or the same batch gets other verdicts the second time.
+    /// The host never sends such samples, or refuses a verdict; or the same batch gets other verdicts the second time.
     #[track_caller]
     pub fn check(&self, samples: impl IntoIterator<Item = impl Into<Sample>>) -> Vec<Verdict> {
         let mut samples: Vec<Sample> = samples.into_iter().map(Into::into).collect();
@@ -227,7 +226,7 @@ impl<T: Prompt> PromptTest<T> {
     /// The plugin's rejection.
     ///
     /// # Panics
-    /// The host would refuse it; or the input has no rewrite for the judge's task, or one for another.
+    /// The host refuses the messages; or the input has no rewrite for the judge's task, or a rewrite for another task.
     #[track_caller]
     pub fn messages(&self, task: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection> {
         let is_judge = task == PromptTask::Judge;
@@ -249,7 +248,7 @@ impl<T: Prompt> PromptTest<T> {
     /// The plugin's rejection.
     ///
     /// # Panics
-    /// The rewrite is blank, or the rejection's code is none.
+    /// The rewrite is blank, or the rejection's code is invalid.
     #[track_caller]
     pub fn parse_rewrite(&self, text: &str) -> Result<String, Rejection> {
         let parsed = self.configured.plugin().parse_rewrite(text);
@@ -266,7 +265,7 @@ impl<T: Prompt> PromptTest<T> {
     /// The plugin's rejection.
     ///
     /// # Panics
-    /// The score is not within 0 to 5, or the rejection's code is none.
+    /// The score is not within 0 to 5, or the rejection's code is invalid.
     #[track_caller]
     pub fn parse_judgement(&self, text: &str) -> Result<JudgeScore, Rejection> {
         let parsed = self.configured.plugin().parse_judgement(text);
@@ -299,7 +298,7 @@ impl<T: StyleScorer> StyleScorerTest<T> {
     /// The plugin's rejection.
     ///
     /// # Panics
-    /// The host would never send the dialogue or refuse the result, or the plugin scores it differently the second time.
+    /// The host never sends such a dialogue, or refuses the result; or the plugin scores it differently the second time.
     #[track_caller]
     pub fn score(&self, dialogue: &Dialogue, model: &dyn StyleModel) -> Result<Score, Rejection> {
         check::sent(check::dialogue(dialogue));

@@ -1,4 +1,4 @@
-//! What the kit does not let pass.
+//! Tests of the test kit: it refuses invalid results of plugins and invalid inputs.
 
 use super::*;
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
 use std::cell::Cell;
 use std::ops::RangeInclusive;
 
-/// Says what the query tells it to say.
+/// Reward whose result is selected by the query.
 struct Odd {
     n_calls: Cell<u32>,
     saw_others: Cell<bool>,
@@ -41,7 +41,7 @@ impl Reward for Odd {
     }
 }
 
-/// Declares a range that is none.
+/// Reward with an empty range.
 struct NoRange;
 
 impl Reward for NoRange {
@@ -58,7 +58,7 @@ impl Reward for NoRange {
     }
 }
 
-/// The message with which `job` panics.
+/// The panic message of `job`.
 fn panic_of(job: impl FnOnce() + std::panic::UnwindSafe) -> String {
     let panic = std::panic::catch_unwind(job).unwrap_err();
     panic.downcast_ref::<String>().cloned().unwrap_or_else(|| panic.downcast_ref::<&str>().unwrap().to_string())
@@ -208,7 +208,7 @@ fn recorded_episodes_are_read_with_file_and_line() {
     assert!(message.ends_with("episodes.jsonl:2: `format` is 9; this kit reads 2 and 3"), "{message}");
 }
 
-/// Sees what it declares.
+/// Reward that asserts that undeclared inputs are absent.
 struct Sees;
 
 impl Reward for Sees {
@@ -242,7 +242,7 @@ fn undeclared_inputs_are_absent_as_from_the_host() {
     assert_eq!(code(failed), "policy_retrieval_failed");
 }
 
-/// Scores how many others have the same rewrite, or its place in the group.
+/// Group reward: 1 / the number of samples with the same rewrite; with `by_place`, the position in the group, which breaks the contract.
 struct Same {
     by_place: bool,
 }

@@ -232,9 +232,9 @@ mod tests {
     #[test]
     fn a_reward_takes_fifteen_lines_of_code_at_most() {
         for (language, file, comment) in [
-            (Language::Rust, "src/lib.rs", "//"),
-            (Language::Python, "plugin.py", "\"\"\""),
-            (Language::JavaScript, "plugin.js", "/"),
+            (Language::Rust, "src/lib.rs", &['/'][..]),
+            (Language::Python, "plugin.py", &['#', '"'][..]),
+            (Language::JavaScript, "plugin.js", &['/', '*'][..]),
         ] {
             let files = files("short", Kind::Reward, language);
             let (_, text) = files.iter().find(|(name, _)| name == file).unwrap();

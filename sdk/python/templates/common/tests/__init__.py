@@ -1,4 +1,4 @@
-"""`python3 -m unittest` in the plugin's folder, with the SDK from `vendor`."""
+"""Tests of the plugin in plain Python: run `python3 -m unittest` in its folder. Adds the SDK in `vendor` to the import path."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,7 @@
 use super::Diversity;
 use querl_sdk::{Settings, testing};
 
+/// Runs the cases of `golden/*.jsonl`, which `querl plugin test` also runs on the component.
 #[test]
 fn golden_cases_hold() {
     testing::golden("golden").group_reward::<Diversity>();

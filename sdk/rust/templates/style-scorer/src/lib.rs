@@ -1,19 +1,26 @@
-//! Scores an answer by how much its dialogue is of one style.
+//! Style scorer: the score of a response is the probability of one class of the run's style model.
 
 use querl_sdk::{Dialogue, Rejection, Score, SettingError, Settings, StyleModel, StyleScorer};
 
+/// The scorer with its settings. querl makes a new value for each call: store no state between
+/// dialogues.
 struct OneStyle {
+    /// Name of the class.
     label: String,
 }
 
 impl StyleScorer for OneStyle {
+    /// Reads all settings, each with its default. querl refuses a key that is not read.
     fn new(settings: &Settings) -> Result<Self, SettingError> {
         Ok(Self {
             label: settings.text("label", "售前"),
         })
     }
 
+    /// Scores the last turn of a dialogue, which is the assistant's: 0 (worst) to 1 (best). If that
+    /// is not possible, return a `Rejection`: it drops the dialogue. A score of 0 would not.
     fn score(&self, dialogue: &Dialogue, model: &dyn StyleModel) -> Result<Score, Rejection> {
+        // The probability of each class. The call fails if the run has no style model.
         let classes = model
             .classify(&dialogue.turns)
             .map_err(|error| Rejection::new("no_style", error.to_string()))?;

@@ -1,6 +1,7 @@
 use super::OneStyle;
 use querl_sdk::{FailureKind, Settings, testing};
 
+/// Runs the cases of `golden/*.jsonl`, which `querl plugin test` also runs on the component.
 #[test]
 fn golden_cases_hold() {
     testing::golden("golden").style_scorer::<OneStyle>();
