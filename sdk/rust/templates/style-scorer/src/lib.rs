@@ -27,7 +27,7 @@ impl StyleScorer for OneStyle {
         match classes.iter().find(|class| class.label == self.label) {
             Some(class) => Ok(Score::new(class.probability)),
             None => Err(Rejection::new(
-                "unknown_label",
+                "unknown_class",
                 format!("the style model has no class `{}`", self.label),
             )),
         }

@@ -19,6 +19,6 @@ fn a_model_that_fails_or_lacks_the_class_gives_no_score() {
     );
     assert_eq!(
         scorer.score(&dialogue, &other).unwrap_err().code,
-        "unknown_label"
+        "unknown_class"
     );
 }
