@@ -1,4 +1,4 @@
-//! Against what transformers makes of the same checkpoints (tests/reference/encoders.py).
+//! Encoders compared with transformers on the same checkpoints (tests/reference/encoders.py).
 #![allow(clippy::unwrap_used)]
 
 use querl_core::ports::{Embedder, PairScorer};
@@ -22,7 +22,7 @@ fn numbers(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
 }
 
-/// f32 sums in another order: a few units in the last place of numbers near 1.
+/// Sums of f32 in another order differ by a few units in the last place; values are near 1.
 const TOLERANCE: f64 = 2e-6;
 
 #[test]
@@ -65,7 +65,7 @@ fn scores_are_those_of_transformers() {
 fn padding_and_batches_change_no_vector() {
     let model = EmbeddingModel::open(&golden("xlm-roberta-mean"), None).unwrap();
     let expected = expected("xlm-roberta-mean");
-    // More than go into one pass, of lengths that are put into another order.
+    // More texts than fit into one pass, of different lengths, so that passes reorder them.
     let texts: Vec<&str> = texts(&expected).into_iter().cycle().take(70).collect();
     let together = model.embed(&texts).unwrap();
     assert_eq!(together.len(), 70);
@@ -78,7 +78,7 @@ fn padding_and_batches_change_no_vector() {
     assert!(model.embed(&[]).unwrap().is_empty());
 }
 
-/// A folder with the files of a golden model.
+/// A copy of a golden model's folder.
 fn copy(name: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for file in ["config.json", "tokenizer.json", "model.safetensors"] {
@@ -93,7 +93,7 @@ fn write(folder: &Path, file: &str, value: &Value) {
     std::fs::write(path, value.to_string()).unwrap();
 }
 
-/// Regression: damaged weights whose scores are below every threshold, as if nothing had been found.
+/// Regression: NaN scores of damaged weights were below every threshold, so that nothing was found and nothing reported.
 #[test]
 fn nan_and_inf_are_a_failure() {
     for (name, tensor) in [("bert-reranker", "classifier.bias"), ("bert-cls", "embeddings.LayerNorm.bias")] {
@@ -118,7 +118,7 @@ fn nan_and_inf_are_a_failure() {
     }
 }
 
-/// Sets a tensor of a copied model to a value; its name in the file.
+/// Sets all values of a tensor in a copied model. Returns the tensor's name in the file.
 fn fill(folder: &Path, tensor: &str, value: f64) -> String {
     let path = folder.join("model.safetensors");
     let mut weights = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).unwrap();
@@ -139,7 +139,7 @@ fn truncated_weights_are_named() {
     assert!(said.contains("model.safetensors: damaged or truncated safetensors file ("), "{said}");
 }
 
-/// As newer versions of transformers write it.
+/// Newer versions of transformers do not write the padding token to config.json.
 #[test]
 fn a_padding_token_that_is_left_out_is_the_architectures_own() {
     let folder = copy("xlm-roberta-mean");
@@ -209,7 +209,7 @@ fn texts_are_cut_where_a_setting_or_the_model_says() {
     let vector = |max_length, text: &str| open(max_length).unwrap().embed(&[text]).unwrap().remove(0);
     let (long, short) = ("饭".repeat(30), "饭".repeat(10));
     assert_ne!(vector(None, &long), vector(None, &short));
-    // Ten characters in their frame.
+    // Ten characters, plus the special tokens at both ends.
     assert_eq!(vector(Some(12), &long), vector(Some(12), &short));
     write(folder.path(), "sentence_bert_config.json", &json!({"max_seq_length": 12, "do_lower_case": true}));
     assert_eq!(vector(None, &long), vector(Some(12), &short));
@@ -280,14 +280,14 @@ fn what_is_no_such_model_is_named() {
     assert!(said.ends_with("position_embedding_type is `relative_key`; expected absolute"), "{said}");
     let said = error(r#"{"model_type": "bert", "id2label": {"0": "a"}}"#);
     assert!(said.contains("model.safetensors: cannot be read"), "{said}");
-    // A network without the head of a reranker, and a reranker for an embedding model.
+    // An embedding model without a classification head as reranker, and a reranker as embedding model.
     let said = CrossEncoder::open(&golden("bert-cls"), None).err().unwrap().to_string();
     assert!(said.ends_with("config.json: has 2 labels; a reranker has 1"), "{said}");
     let said = EmbeddingModel::open(&golden("bert-reranker"), None).err().unwrap().to_string();
     assert!(said.contains("config.json: is of a classifier, such as a reranker"), "{said}");
 }
 
-/// Regression: a decoder's attention, and fewer layers than the checkpoint has, were computed as if nothing had been said.
+/// Regression: causal attention, and fewer layers than the checkpoint has, were computed without an error.
 #[test]
 fn a_configuration_that_computes_something_else_or_has_absurd_sizes_is_refused() {
     let folder = copy("bert-cls");
@@ -313,7 +313,7 @@ fn a_configuration_that_computes_something_else_or_has_absurd_sizes_is_refused()
         let found = refusal(key, value).unwrap();
         assert!(found.contains("config.json: ") && found.contains(expected), "{found}");
     }
-    // As bge-small-zh-v1.5, bge-m3 and cross-encoders of sentence-transformers have them.
+    // The keys of bge-small-zh-v1.5, bge-m3 and cross-encoders of sentence-transformers.
     for (key, value) in [
         ("pooler_type", json!("first_token_transform")),
         ("directionality", json!("bidi")),
