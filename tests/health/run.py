@@ -4,7 +4,7 @@
     tests/health/run.py [--runs DIR] [--out FILE] [--jobs N] [--threads N] [--only PATTERN] [--tasks DIR] [--set KEY=VALUE] [--querl PATH] [--list]
 
 Each run is examples/fivedoctors with other settings, up to the stage `rl`; runs with the data and the seed of the example start from one SFT
-run. Each failure lists its expected warnings, of which one suffices. Warnings are read from the program's output, which is stored in
+run. Each failure lists its expected warnings; one of them suffices. Warnings are read from the program's output, which is stored in
 RUNS/NAME.log. Finished runs with the same settings are kept, interrupted ones resume. `--tasks` is the folder that `tests/tasks/run.py --out`
 wrote: two of the healthy runs and one of the failures then use its tasks. `--out` writes the tables as Markdown. Exit code 1 if a failure has
 none of its warnings, a healthy run has one, or a run ended with an error. Needs the program and cargo, which builds the plugins.

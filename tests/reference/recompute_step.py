@@ -339,7 +339,7 @@ def check_losses(rl, step, checks, metrics, importances):
         if not step.has(f"first/{name}"):
             continue  # critic_warmup_steps: the policy was not updated
         checks.compare(f"{name} of the first mini-batch", loss, step.scalar(f"first/{name}"))
-        # metrics.jsonl has means over all optimizer steps, of which only the first precedes any update.
+        # metrics.jsonl has means over all optimizer steps; only the first one precedes any update.
         n_updates = metrics.get("actor/n_updates") if name.startswith("actor/") else n_mini_batches
         if n_updates == 1:
             checks.compare(f"{name} in metrics.jsonl", loss, metrics[name])
