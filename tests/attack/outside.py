@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Attacks on the built program, through its command line alone, as a Markdown table of groups: tried, held.
+"""Attacks on the built program through its command line. Prints a Markdown table of groups: tried, held.
 
     cargo build --release && tests/attack/outside.py [--list] [--long] [GROUP...]
 
-GROUP is a part of a group's name. QUERL=PATH is another program. `--long` multiplies kills and interrupts by ten. Needs Python 3.11 or
-later; what needs another tool (LibreOffice, openssl, node, the packages datasets and pandas) is skipped, with a line on stderr, where
-it is missing. Exit code 1 if one attack did not hold.
+GROUP is a part of a group's name. QUERL=PATH selects another program. `--long` multiplies the number of kills and interrupts by ten. Needs
+Python 3.11 or later. Attacks that need another tool (LibreOffice, openssl, node, the packages datasets and pandas) are skipped with a line on
+stderr if it is missing. Exit code 1 if an attack did not hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cases import inputs, plugins, results, services, system  # noqa: E402
 
 
 class Tally:
-    """Attacks of one group. `problem` of an attack that held is None."""
+    """The attacks of one group. `problem` is None if the attack held."""
 
     def __init__(self, factor: int):
         self.factor, self.n_tried, self.n_held = factor, 0, 0
@@ -53,7 +53,7 @@ def main() -> int:
         for attack in attacks:
             try:
                 attack(tally)
-            except Exception:  # noqa: BLE001: an attack that fails in itself is one that did not hold
+            except Exception:  # noqa: BLE001: an attack that raises an exception did not hold
                 tally.attack(attack.__name__, traceback.format_exc(limit=-3))
         print(f"| {name} | {tally.n_tried} | {tally.n_held} |", flush=True)
         n_tried, n_held = n_tried + tally.n_tried, n_held + tally.n_held

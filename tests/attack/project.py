@@ -1,4 +1,4 @@
-"""What the attacks share: a small project for the built program, the end of a command, stand-in services."""
+"""Shared by the attacks: a small project for the built program, the result of a command, fake services."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = ROOT / "examples/tiny-qwen3"
 PLUGINS = ROOT / "plugins"
 N_ROWS = 40
 
-# That of the tests of the command line, but for the length: the model of the example has 512 positions.
+# The configuration of the command-line tests with another length: the model of the example has 512 positions.
 CONFIG = (ROOT / "host/querl/tests/support/querl.toml").read_text().replace("max_length = 4096\n", "")
 for name, path in {"example": EXAMPLE, "plugins": PLUGINS, "model": MODEL}.items():
     CONFIG = CONFIG.replace("{" + name + "}", str(path))
@@ -38,7 +38,7 @@ path = "answers.redb\""""
 
 @dataclass
 class End:
-    """How a command ended. `code` is negative for a signal, None where it did not end in time."""
+    """The result of a command. `code` is negative after a signal, None after the time limit."""
 
     code: int | None
     out: str
@@ -47,11 +47,11 @@ class End:
     seconds: float
 
     def problem(self, code: int, *texts: str) -> str | None:
-        """What is wrong with this end; None where the exit code is `code` and stderr ends with one sentence that has `texts`."""
+        """Describes the deviation from the expectation; None if the exit code is `code` and stderr ends with one sentence that contains `texts`."""
         last = self.err.rstrip().rsplit("\n", 1)[-1]
         if self.code != code:
             return f"exit code {self.code} and not {code}: {last[:300]}"
-        # A panic of a guest is in the sentence that blames it.
+        # A panic of a guest is part of the sentence about its plugin.
         if any(line.startswith("thread '") and "panicked at" in line for line in self.err.splitlines()):
             return f"a panic: {self.err[-300:]}"
         if code not in (0, 130) and not last.startswith("error: "):
@@ -66,7 +66,7 @@ class Project:
     _finished: dict[str, Path] = {}
 
     def __init__(self, config: str = CONFIG, finished: str | None = None):
-        """`finished`: with a run up to this stage, made once."""
+        """`finished`: with a finished run up to this stage, which is created once."""
         self.folder = Path(tempfile.mkdtemp(prefix="querl-attack-"))
         rows = (EXAMPLE / "teacher_rewrites.jsonl").read_text().splitlines()[:N_ROWS]
         for name in ("queries.jsonl", "teacher.jsonl"):
@@ -113,7 +113,7 @@ class Project:
         return subprocess.Popen(command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, **options)
 
     def querl(self, *args: str | bytes, shell: str = "", limit_s: float = 300, **options: object) -> End:
-        """Runs the program; `shell` before it in the same shell (`ulimit -t 2;`)."""
+        """Runs the program. `shell`: commands before it in the same shell (`ulimit -t 2;`)."""
         if shell:
             options["command"] = ["bash", "-c", f'{shell} exec "$0" "$@"', QUERL, *args]
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -121,7 +121,7 @@ class Project:
             return ended(process, out, err, limit_s)
 
     def interrupted(self, *args: str, after_s: float, sent: signal.Signals = signal.SIGINT, limit_s: float = 60) -> End:
-        """Sends a signal after a while; `seconds` count from there."""
+        """Sends a signal after `after_s`; `seconds` is the time from the signal to the end."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             process = self.start(*args, stdout=out, stderr=err)
             try:
@@ -131,7 +131,7 @@ class Project:
             return ended(process, out, err, limit_s)
 
     def snapshot(self, folder: str = "run") -> dict[str, str]:
-        """Digests of all files but the lock."""
+        """Digests of all files except the lock file."""
         files = [path for path in self.path(folder).rglob("*") if path.is_file() and path.name != ".in-use"]
         return {str(path.relative_to(self.folder)): digest(path) for path in files}
 
@@ -203,7 +203,7 @@ class Service:
 
 
 def completion(body: dict, n_prompt: int = 100, n_response: int = 10) -> bytes:
-    """A response of a chat service: another rewrite for each prompt."""
+    """A response of a chat service, with a different rewrite for each prompt."""
     text = "鱼油 食用方法 " + hashlib.sha256(json.dumps(body["messages"]).encode()).hexdigest()[:8]
     choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
     return json.dumps({"choices": [choice], "usage": {"prompt_tokens": n_prompt, "completion_tokens": n_response}}).encode()

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs the attack cases: every test of this repository that damages, kills, floods or misuses the program, then the attacks on the built
-# program from outside (outside.py, which can be run alone). Prints how many were tried and how many held, by group, as a Markdown table.
-# Exit code 1 if one did not hold.
+# program through its command line (outside.py, which can also be run alone). Prints the number of attacks tried and held by group, as a
+# Markdown table. Exit code 1 if one did not hold.
 #
 # Usage: tests/attack/run.sh [--long]
 #
-# --long adds 100 kills of training and of data stages, a thousand rows under injected faults, workbooks opened by LibreOffice (where it is
-# installed), ten times as many kills and interrupts from outside, and an hour of fuzzing (where cargo-fuzz is installed).
+# --long adds 100 kills of training and of data stages, a thousand rows under injected faults, workbooks opened in LibreOffice (if it is
+# installed), ten times as many kills and interrupts by outside.py, and an hour of fuzzing (if cargo-fuzz is installed).
 # Needs Python 3.11.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -50,7 +50,7 @@ for line in open(sys.argv[1]):
 PYTHON
 
 tried_in_all=0 held_in_all=0
-# run GROUP PACKAGE:TARGET ARGUMENT...: runs a test program; a program that is missing is an error of this script.
+# run GROUP PACKAGE:TARGET ARGUMENT...: runs a test program. If it was not built, this script fails.
 run() {
   local name=$1 package=${2%:*} target=${2#*:} found=
   shift 2
@@ -62,7 +62,7 @@ run() {
     (cd "$folder" && CARGO_MANIFEST_DIR=$folder "$program" "$@" </dev/null) >"$work/output" 2>&1 || status=$?
     grep -E '^test .* FAILED$' "$work/output" | sed "s/^/$package /" >&2 || true
     read -r passed failed < <(awk '/^test result:/ { p += $4; f += $6 } END { print p + 0, f + 0 }' "$work/output")
-    # A program that crashes, or in which a filter finds no test.
+    # A program that crashed, or in which a filter matches no test.
     if [[ $status -ne 0 && $failed == 0 ]] || [[ $# -gt 0 && $passed == 0 && $failed == 0 ]]; then
       tail -5 "$work/output" >&2
       echo "$package $of_target $*: no result, or no such test; status $status" >&2

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# compile.sh TOOLKIT: compiles our kernels as the build of the library does, with warnings as errors, and for the simulated GPU.
+# compile.sh TOOLKIT: compiles the CUDA kernels as the build of the library does, with warnings as errors, and for the simulated GPU.
 #
-# A kernel that keeps values in memory because registers did not suffice ("spilled") is named, for each capability: it works, slowly.
+# Names each kernel with register spills, per compute capability: such a kernel is correct, but slow.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 toolkit="$1"

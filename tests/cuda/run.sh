@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# run.sh [--sanitize] [ARGUMENT...]: builds the library's crates with the feature `cuda` and runs their tests on the simulated device.
+# run.sh [--sanitize] [ARGUMENT...]: builds the crates with the feature `cuda` and runs their tests on the simulated GPU.
 #
-# Needs what host/querl-gpu/toolkit.sh needs, and g++ on x86-64; no GPU, no driver, no CUDA. Arguments go to `cargo test` (for
-# example `--lib device`, or `--test candle_on_the_device`); without any, all tests of the crates that know the device run, twice:
-# the second time with threads and blocks in the opposite order, and with work that is done only when somebody waits for it.
-# `--sanitize` compiles the kernels with AddressSanitizer, which ends the program at the first access outside of an allocation.
+# Needs the requirements of host/querl-gpu/toolkit.sh, and g++ on x86-64; no GPU, no driver, no CUDA. Arguments are passed to `cargo test`
+# (for example `--lib device`, or `--test candle_on_gpu`). Without arguments all tests of the crates with GPU code run twice: the second
+# time with threads and blocks in reverse order, and with work delayed until the program waits for it. `--sanitize` compiles the kernels
+# with AddressSanitizer, which ends the program at the first access outside of an allocation.
 #
-# In the environment: QUERL_CUDA_TOOLKIT, a folder made by toolkit.sh (default target/cuda/toolkit); the simulator's settings
+# Environment: QUERL_CUDA_TOOLKIT, a folder made by toolkit.sh (default target/cuda/toolkit); the settings of the simulator
 # (simulator/driver/driver.h).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -18,7 +18,7 @@ if [ "${1:-}" = --sanitize ]; then
     shift
     options=-fsanitize=address
     simulator+=-sanitized
-    # LeakSanitizer would count what Rust's test harness keeps; the alternate stack for signals does not go with fibers.
+    # LeakSanitizer would report memory that Rust's test harness keeps; its alternate signal stack does not work with fibers.
     set_sanitizer="LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:use_sigaltstack=0:detect_stack_use_after_return=0"
 fi
 
@@ -26,13 +26,13 @@ echo "+ the compiler, the simulated libraries"
 host/querl-gpu/toolkit.sh "$toolkit"
 # shellcheck disable=SC1091
 . "$toolkit/environment"
-export QUERL_CUDA_CAPABILITIES="${QUERL_CUDA_CAPABILITIES:-90}" # what is run is compiled by g++: one is enough here
+export QUERL_CUDA_CAPABILITIES="${QUERL_CUDA_CAPABILITIES:-90}" # the executed kernels are compiled by g++, so that one capability suffices
 CXXFLAGS="$options" tests/cuda/simulator/build.sh "$toolkit" "$simulator"
 
 echo "+ what the simulator promises"
 CXXFLAGS="$options" tests/cuda/simulator/test.sh "$toolkit" "$simulator"
 
-# Only the tests see the simulated libraries: cargo and the compiler do not.
+# Only the tests use the simulated libraries; cargo and the compiler do not.
 tests() { # WHEN ORDER ARGUMENT...
     local when="$1" order="$2"; shift 2
     echo "+ (streams $when, threads $order) cargo test --release $*"

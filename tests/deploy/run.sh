@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A deployment folder under Docker and under systemd, by the commands of its own README.
+# Runs a deployment folder with Docker and with systemd, using the commands of its README.
 #
 #   cargo build --release && tests/deploy/run.sh RUN_DIR
 #
-# Needs docker with compose 2, curl, openssl, python3, the ports 8000, 9090 and 3000, and the right to run a privileged container: systemd boots in it.
-# Images are pulled; where that fails, local ones of the same names are taken, and without one of Grafana its part is skipped.
-# Exit code 0 if all checks pass. Its containers, volumes, images and files are removed at the end; pulled images and the build cache stay.
+# Needs docker with compose 2, curl, openssl, python3, the ports 8000, 9090 and 3000, and the right to run a privileged container in which
+# systemd boots. Images are pulled; if that fails, local images of the same names are used, and without an image of Grafana its part is skipped.
+# Exit code 0 if all checks pass. Its containers, volumes, images and files are removed at the end; pulled images and the build cache are kept.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 querl=$(realpath "${QUERL:-target/release/querl}")
@@ -13,7 +13,7 @@ run=$(realpath "${1:?the folder of a finished run}")
 work=$(mktemp -d)
 export COMPOSE_PROJECT_NAME=querl-deploy-test
 booted=querl-deploy-test-systemd
-in=() # Runs a command where the service is: here, or in the container with systemd.
+in=() # Prefix of commands that run next to the service: empty, or `docker exec` in the container with systemd.
 
 log() { printf '== %s\n' "$*"; }
 fail() { printf 'FAILED: %s\n' "$*" >&2; exit 1; }
@@ -33,11 +33,11 @@ finish() {
 } >&2
 trap finish EXIT
 
-# The n-th block of commands of the README.
+# Prints the n-th code block of the README.
 block() { awk -v n="$1" '/^```/ { on = /sh$/ && ++i == n; next } on' README.md; }
 get() { "${in[@]}" curl --silent --show-error --fail --max-time 300 "$@"; }
 rewrite() { get http://127.0.0.1:8000/v1/rewrite -H "Authorization: Bearer $key" -H 'Content-Type: application/json' -d "$1"; }
-# Repeats a command for up to a minute.
+# Repeats a command until it succeeds, for at most a minute.
 until_true() {
     for _ in $(seq 120); do "$@" >/dev/null 2>&1 && return; sleep 0.5; done
     fail "still not after 60 s: $*"
@@ -49,7 +49,7 @@ answers() {
     answer=$(rewrite '{"query": "胶原蛋白怎么吃"}') && echo "$answer"
     [[ $answer == *'"fallback":null'* ]] || fail "no rewrite"
 }
-# A request for 250 rewrites is complete although the service is stopped while it computes them.
+# A request for 250 rewrites gets a complete response although the service is stopped meanwhile.
 stops_gracefully() {
     local request
     for try in 1 2 3 4 5; do
@@ -100,7 +100,7 @@ if [[ " ${services[*]} " == *" grafana "* ]]; then
 fi
 is_up() { get "$prometheus/api/v1/query?query=up" | grep -q ',"1"\]'; }
 until_true is_up
-# Two scrapes after the requests.
+# Waits for two scrapes after the requests.
 sleep 12
 python3 - "$prometheus" <<'CHECK'
 import json, re, sys, urllib.parse, urllib.request
@@ -113,7 +113,7 @@ for expression in (target["expr"].replace("$__rate_interval", "1m").replace("$te
     if query(expression):
         n_with_data += 1
         continue
-    # Some metrics begin with their first event.
+    # Some metrics exist after their first event only.
     missing = {name for name in re.findall(r"querl_\w+", expression) if not query(name)}
     assert missing, f"no data: {expression}"
     without_data |= missing
@@ -131,7 +131,7 @@ stops_gracefully docker compose stop querl
 docker compose down --volumes --timeout 1
 
 log "systemd"
-# Without what would change settings of this machine.
+# Without the commands that would change settings of this machine.
 docker build --quiet --network host --tag "$booted" - <<'IMAGE'
 FROM debian:trixie-slim
 RUN apt-get update && apt-get install --yes --no-install-recommends systemd sudo curl openssl

@@ -1,4 +1,4 @@
-"""Totals of samples through each integration, as its engine calls it. None for a rejection."""
+"""Totals of samples through each integration, called as the engine calls it. None for a rejection."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def verl_function(samples: list[Sample]) -> Totals:
 
 
 class CharacterTokenizer:
-    """Tokens are characters; 0 ends the sequence."""
+    """A tokenizer whose tokens are characters; 0 is end-of-sequence."""
 
     eos_token_id = 0
 
@@ -55,7 +55,7 @@ class CharacterTokenizer:
 
 
 def verl_data(sample: Sample, label: str | None = None) -> Any:
-    """One trajectory, as verl/experimental/agent_loop/agent_loop.py (`_compute_score`) makes it."""
+    """One trajectory, as created by verl/experimental/agent_loop/agent_loop.py (`_compute_score`)."""
     numpy = pytest.importorskip("numpy")
     torch = pytest.importorskip("torch")
     protocol = pytest.importorskip("verl.protocol")
@@ -77,7 +77,7 @@ def verl_data(sample: Sample, label: str | None = None) -> Any:
 
 
 def verl_manager(options: dict[str, Any] | None = None) -> Any:
-    """The manager, loaded as verl loads it."""
+    """The reward manager, loaded as verl loads it."""
     omegaconf = pytest.importorskip("omegaconf")
     reward = pytest.importorskip("verl.trainer.ppo.reward")
     manager = {"source": "importlib", "name": "QuerlRewardManager", "module": {"path": "pkg://querl.integrations.verl"}}
@@ -110,7 +110,7 @@ def verl_groups(samples: list[Sample]) -> Totals:
 
 
 def swift_columns(samples: list[Sample]) -> dict[str, list[Any]]:
-    """Columns as swift/rl_core/data.py (`to_reward_row`) makes them."""
+    """Columns as created by swift/rl_core/data.py (`to_reward_row`)."""
     return {
         "messages": [[*sample.prompt, {"role": "assistant", "content": sample.response}] for sample in samples],
         "prompt_id": [sample.id for sample in samples],
@@ -175,7 +175,7 @@ def verifiers(samples: list[Sample]) -> Totals:
     return asyncio.run(scored())
 
 
-#: By name, in double precision.
+#: Integrations by name whose totals have double precision.
 EXACT: dict[str, Callable[[list[Sample]], Totals]] = {
     "trl": trl,
     "verl_function": verl_function,

@@ -1,4 +1,4 @@
-"""What the tests share: a run of the example whose data stages are finished, and samples of its queries.
+"""Fixtures: a run of the example with finished data stages, and samples of its queries.
 
 Needs target/release/querl (or QUERL) and the package `querl`: setup.sh. Nothing is downloaded.
 """
@@ -19,14 +19,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 QUERL = os.environ.get("QUERL", str(ROOT / "target/release/querl"))
 REWARD = ROOT / "plugins/reward-competition"
-# Before `querl` is imported: the package of a developer has no program.
+# Before `querl` is imported: a development installation of the package does not contain the program.
 os.environ.setdefault("QUERL_PROGRAM", QUERL)
 os.environ.setdefault("QUERL_CACHE_DIR", str(ROOT / "target/engines-cache"))
-# Before `ray` is imported: no token and no usage statistics of a cluster of a test, and time to start on a busy machine.
+# Before `ray` is imported: without token and usage statistics, and with a long start timeout for busy machines.
 RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
 os.environ.update(RAY)
 
-# Without an installed package: the sources, where a developer has put the extension module next to them. Also for processes that tests start.
+# If the package is not installed: the sources, with the extension module copied next to them. Also for child processes of the tests.
 SOURCES = ROOT / "host/querl-python/python"
 if importlib.util.find_spec("querl") is None and any((SOURCES / "querl").glob("_querl*.so")):
     sys.path.insert(0, str(SOURCES))
@@ -46,7 +46,7 @@ class Sample:
 
     @property
     def tokens(self) -> list[int]:
-        """As many ids as characters; 0 ends the sequence."""
+        """As many token ids as characters; 0 is end-of-sequence."""
         return [*range(1, len(self.response) + 1), 0]
 
     @property
@@ -55,7 +55,7 @@ class Sample:
 
 
 def querl_program(*args: str, cwd: Path) -> str:
-    """Stdout of the program."""
+    """Runs the program; returns its stdout."""
     ended = subprocess.run([QUERL, *args], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -63,7 +63,7 @@ def querl_program(*args: str, cwd: Path) -> str:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory up to the stage `convert`. Every episode is judged: which ones are sampled depends on ids, which differ by engine."""
+    """A run directory with the stages up to `convert`. Every episode is judged, because sampling depends on ids, which differ by engine."""
     if not Path(QUERL).is_file():
         pytest.skip(f"{QUERL} is not built")
     folder = tmp_path_factory.mktemp("project")
@@ -81,7 +81,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def samples(run: Path) -> list[Sample]:
-    """500 samples in groups of four: the teacher's rewrite, that of another query, the query, the query backwards."""
+    """500 samples in groups of four: the teacher's rewrite, the rewrite of another query, the query, and the query reversed."""
     paths = [run / "data" / f"{split}.jsonl" for split in ("train", "val", "test")]
     rows = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()][:N_QUERIES]
     assert len(rows) == N_QUERIES
@@ -98,7 +98,7 @@ def samples(run: Path) -> list[Sample]:
 
 @pytest.fixture(scope="session")
 def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `querl export verl` writes for two machines with a GPU each."""
+    """The output of `querl export verl` for two machines with one GPU each."""
     folder = tmp_path_factory.mktemp("exported") / "verl"
     querl_program("export", "verl", str(run), "--out", str(folder), "--nodes", "2", "--gpus", "1", cwd=run.parent)
     return folder
@@ -120,7 +120,7 @@ def results(scorer: Any, samples: list[Sample]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def configured(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The integrations find the run."""
+    """Sets the environment so that the integrations find the run."""
     monkeypatch.setenv("QUERL_CONFIG", str(run))
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of this folder in the environments of setup.sh; arguments are passed to pytest. Tests of an engine that an
-# environment does not have are skipped there. In .venv/track: those of the trackers alone, which need no program.
+# Runs the tests of this folder in the environments made by setup.sh. Arguments are passed to pytest. Tests of an engine that is not
+# installed in an environment are skipped there. .venv/track runs only the tests of the trackers, which do not need the program.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 for folder in .venv/main .venv/swift; do

@@ -9,11 +9,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 package=../../host/querl-python
 
-# An environment in the folder $1 with the requirements in the file $2 and the packages that follow, without their dependencies.
+# Creates an environment in the folder $1 with the requirements in the file $2, and the packages that follow without their dependencies.
 environment() {
     local folder=$1 requirements=$2
     shift 2
-    # The last thing that is installed: an installation that was broken off is taken up again.
+    # The package that is installed last: if it is missing, an interrupted installation is repeated.
     if [[ ! -e $folder/installed ]] || ! cmp --silent "$requirements" "$folder/installed"; then
         "${PYTHON:-python3}" -m venv "$folder"
         "$folder/bin/python" -m pip install --quiet --requirement "$requirements"
@@ -24,17 +24,17 @@ environment() {
     fi
 }
 
-# OpenRLHF declares flash-attn and deepspeed, which are built with CUDA; what is tested of it does not import them.
+# OpenRLHF requires flash-attn and deepspeed, which need CUDA to build. The tested modules do not import them.
 environment .venv/main requirements.txt openrlhf==0.11.2
 environment .venv/swift requirements-swift.txt
 environment .venv/track requirements-track.txt
 
-# slime is in no registry; what is tested of it imports nothing that is not in .venv/main.
+# slime is not on a package index. The tested modules import nothing that is not in .venv/main.
 if [[ ! -d .venv/slime ]]; then
     git clone --quiet --depth 1 --branch v0.3.1 https://github.com/THUDM/slime .venv/slime
 fi
 
-# The package with the program, built once from the source.
+# The package with the program, built once from the sources.
 mkdir -p "$package/python/querl/bin"
 cp ../../target/release/querl "$package/python/querl/bin/querl"
 wheels=$(mktemp -d)

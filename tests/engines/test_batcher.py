@@ -1,4 +1,4 @@
-"""querl.integrations.MicroBatcher over a scorer that refuses some requests."""
+"""querl.integrations.MicroBatcher over a scorer that raises an error for some requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from querl.integrations import MicroBatcher  # noqa: E402
 
 
 class Refusing:
-    """Its results are the responses. A call with the query `bad` is an error, as one with an unknown id."""
+    """Returns the responses as results. A call that contains the query `bad` fails, as with an unknown id."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []

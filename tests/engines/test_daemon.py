@@ -1,4 +1,4 @@
-"""The request code of OpenRLHF and slime against `querl serve reward`."""
+"""The clients of OpenRLHF and slime with `querl serve reward`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ querl = pytest.importorskip("querl")
 pytest.importorskip("aiohttp")
 
 N_SAMPLES = 64
-#: A checkout of slime 0.3.1, which no registry has: setup.sh.
+#: A checkout of slime 0.3.1 made by setup.sh; slime is not on a package index.
 SLIME = Path(os.environ.get("SLIME", Path(__file__).parent / ".venv" / "slime"))
 
 
 @pytest.fixture(scope="module")
 def daemon(run: Path) -> Iterator[str]:
-    """The address of `querl serve reward` over the run."""
+    """Starts `querl serve reward` on the run; yields its address."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
@@ -49,7 +49,7 @@ def daemon(run: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def scored(scorer: Any, samples: list[Sample]) -> list[tuple[Sample, float]]:
-    """Samples and the totals of the host for them, without what these clients do not send."""
+    """Samples and the host's totals for them, without the fields that these clients do not send."""
     results = scorer.score([{"query": sample.id, "response": sample.response} for sample in samples[: 2 * N_SAMPLES]])
     pairs = [(sample, result.total) for sample, result in zip(samples, results, strict=False) if isinstance(result, querl.Score)]
     assert len(pairs) >= N_SAMPLES
@@ -57,7 +57,7 @@ def scored(scorer: Any, samples: list[Sample]) -> list[tuple[Sample, float]]:
 
 
 class Engine:
-    """Stands for OpenRLHF's vLLM engine: its response to a prompt is given."""
+    """Replaces OpenRLHF's vLLM engine: returns a given response."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
@@ -68,7 +68,7 @@ class Engine:
 
 
 def test_openrlhf_gets_the_totals_of_the_host(daemon: str, scored: list[tuple[Sample, float]]) -> None:
-    """Its executor of one turn: prompt and response as tokens, decoded, posted, and the rewards of the response taken."""
+    """OpenRLHF's single-turn executor tokenizes prompt and response, decodes and posts them, and reads the rewards of the response."""
     agent, transformers = pytest.importorskip("openrlhf.utils.agent"), pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "examples/tiny-qwen3")
     executor = agent.SingleTurnAgentExecutor([f"{daemon}/openrlhf"])
@@ -91,7 +91,7 @@ def test_openrlhf_gets_the_totals_of_the_host(daemon: str, scored: list[tuple[Sa
 
 @pytest.fixture
 def slime(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """slime/rollout/rm_hub."""
+    """The module slime/rollout/rm_hub."""
     if not (SLIME / "slime").is_dir():
         pytest.skip(f"{SLIME} is not a checkout of slime: setup.sh")
     monkeypatch.syspath_prepend(str(SLIME))
@@ -100,7 +100,7 @@ def slime(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("form", ["slime", "slime/dict"])
 def test_slime_gets_the_totals_of_the_host(form: str, slime: Any, daemon: str, scored: list[tuple[Sample, float]]) -> None:
-    """`--rm-type remote_rm`, from the function that its rollout calls."""
+    """`--rm-type remote_rm`, through the function that slime's rollout calls."""
     types_of_slime = sys.modules["slime.utils.types"]
     arguments = types.SimpleNamespace(custom_rm_path=None, rm_type="remote_rm", rm_url=f"{daemon}/{form}")
     made = [types_of_slime.Sample(prompt=sample.prompt, response=sample.response, label=sample.id) for sample, _ in scored]
@@ -112,7 +112,7 @@ def test_slime_gets_the_totals_of_the_host(form: str, slime: Any, daemon: str, s
             await slime._get_shared_session().close()
 
     found = asyncio.run(rewards())
-    # As Sample.get_reward_value with `--reward-key score`.
+    # As in Sample.get_reward_value with `--reward-key score`.
     arguments.reward_key = "score" if form == "slime/dict" else None
     for sample, reward in zip(made, found, strict=True):
         sample.reward = reward

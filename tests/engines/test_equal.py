@@ -1,4 +1,4 @@
-"""The same 500 responses have the same totals, to the bit, through every integration, the reward plugin alone and `querl plugin replay`."""
+"""500 responses have bit-identical totals through every integration, through the reward plugin alone and through `querl plugin replay`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def totals_of(results: list[Any]) -> list[float | None]:
 def test_integration_gives_the_totals_of_the_scorer(name: str, samples: list[Sample], results: list[Any]) -> None:
     expected = totals_of(results)
     if name.startswith("swift"):
-        # A rejected sample gets the mean of its group: test_swift.py.
+        # In ms-swift a rejected sample gets the mean of its group: test_swift.py.
         pairs = zip(expected, adapters.EXACT[name](samples), strict=True)
         expected, found = map(list, zip(*[pair for pair in pairs if pair[0] is not None], strict=True))
     else:
@@ -63,7 +63,7 @@ def test_replay_gives_the_totals_of_the_scorer(results: list[Any], tmp_path: Pat
     replayed = json.loads(querl_program("plugin", "replay", "episodes.jsonl", "--plugin", str(REWARD), "--json", cwd=tmp_path))
     assert replayed["counts"]["n_scored_by_both"] == len(scored)
     assert replayed["change"]["n_changed"] == 0
-    # `n_changed` allows 1e-9; these do not.
+    # `n_changed` has a tolerance of 1e-9; these figures have none.
     assert replayed["change"]["mean"]["mean"] == 0.0
     numbers = {side: {name: float(value).hex() for name, value in replayed["totals"][side].items()} for side in ("before", "after")}
     assert numbers["before"] == numbers["after"]

@@ -1,4 +1,4 @@
-"""Objects of `querl` in a child of `os.fork`, which has only the thread that forked."""
+"""Objects of `querl` in a child of `os.fork`, in which only the forking thread exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 
 
 def in_child(action: Callable[[], Any]) -> Any:
-    """What `action` returns, as JSON, in a child that must end within the time."""
+    """Runs `action` in a child process with a time limit; returns its result, passed as JSON."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -38,7 +38,7 @@ def in_child(action: Callable[[], Any]) -> Any:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(status)  # not pytest's own end
+            os._exit(status)  # without pytest's shutdown
     os.close(writer)
     with os.fdopen(reader) as pipe:
         deadline = time.monotonic() + TIMEOUT_S
@@ -62,7 +62,7 @@ def totals(results: list[Any]) -> list[float | None]:
 def test_an_inherited_scorer_scores(scorer: Any, samples: list[Sample], results: list[Any]) -> None:
     requests = [sample.request for sample in samples[:8]]
     assert in_child(lambda: totals(scorer.score(requests))) == totals(results[:8])
-    # The parent keeps its own.
+    # The objects of the parent still work.
     assert totals(scorer.score(requests)) == totals(results[:8])
 
 
@@ -76,7 +76,7 @@ def test_an_inherited_reward_scores(results: list[Any]) -> None:
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
 @pytest.mark.parametrize("name", ["reward", "scorer"])
 def test_an_inherited_object_is_dropped(name: str, used: bool, run: Path) -> None:
-    """The destructor of its threads waited for threads that a child does not have."""
+    """Symptom: the destructor of the thread pool waited for threads that do not exist in a child."""
     held = [querl.Reward(REWARD) if name == "reward" else querl.load(run)]
 
     def drop() -> int:
@@ -91,6 +91,6 @@ def test_an_inherited_object_is_dropped(name: str, used: bool, run: Path) -> Non
 def test_the_scorers_of_integrations_open_in_a_child(samples: list[Sample], results: list[Any]) -> None:
     from querl.integrations import _opening, open_scorer
 
-    # Another thread may hold it.
+    # At the time of the fork another thread may hold the lock.
     with _opening:
         assert in_child(lambda: totals(open_scorer().score([samples[0].request]))) == totals(results[:1])

@@ -1,4 +1,4 @@
-"""querl.integrations.openrlhf, alone and as OpenRLHF loads it."""
+"""querl.integrations.openrlhf, called directly and loaded by OpenRLHF."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_rejection_is_raised_or_dropped_by_the_filter(monkeypatch: pytest.Monk
     monkeypatch.setenv("QUERL_REJECTED", "drop")
     found = reward_func(["P:鱼油</s>"], ["P:"], [REJECTED_LABEL])
     assert math.isnan(found["rewards"]) and found["extra_logs"]["rejected"].tolist() == [1.0]
-    # `_generate_vllm` of openrlhf/trainer/ppo_utils/samples_generator.py keeps a prompt on this condition.
+    # The condition of `_generate_vllm` in openrlhf/trainer/ppo_utils/samples_generator.py for keeping a prompt.
     assert not -math.inf < found["scores"].item() < math.inf
 
 

@@ -1,4 +1,4 @@
-"""`querl` in Python: tables, workers, run directories, the program."""
+"""The Python package `querl`: tables, workers, run directories, the program."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_dataclasses_are_rows(reward: Any) -> None:
 
 def test_pandas_and_arrow_tables_are_rows(reward: Any) -> None:
     pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
-    # The struct of arrow pads the missing key of the second row.
+    # Arrow structs contain a null for the missing key of the second row.
     judged = {"judgement": {"scored": {"score": 4.0, "reason": ""}}}
     second = {**EPISODE, "id": "b", "policy": {**EPISODE["policy"], **judged}, "baseline": {**EPISODE["baseline"], **judged}}
     expected = totals(reward.score([EPISODE, second]))
@@ -110,13 +110,13 @@ def test_a_number_that_is_not_finite_is_named_by_score(reward: Any, scorer: Any,
     hits = {"hits": [{"reranker_score": number}]}
     with pytest.raises(TypeError, match=r"row 0, field `policy.retrieval.hits\[0\].reranker_score`"):
         reward.score([{**EPISODE, "policy": {**EPISODE["policy"], "retrieval": hits}}])
-    # As pandas has a missing cell.
+    # pandas represents a missing cell as NaN.
     with pytest.raises(TypeError, match="row 0, field `query.baseline`"):
         scorer.score([{"query": {"query": "一天几粒啊", "baseline": number}, "response": "鱼油"}])
 
 
 def test_cost_of_an_episode(reward: Any, results: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """Printed, without a limit: machines differ."""
+    """Prints the cost without a limit, because machines differ."""
     episodes = [result.episode for result in results if isinstance(result, querl.Score)][:64]
     tables = {"dictionaries": episodes, "lines of episodes.jsonl": [{"format": 3, "episode": episode} for episode in episodes]}
     for name, table in tables.items():
@@ -195,7 +195,7 @@ def test_run_reads_its_files(run: Path, tmp_path: Path) -> None:
     assert (read.episodes(), read.metrics(), read.figures()) == ([], [], [])
     assert read.config["tenant"] == "fivedoctors"
     line = json.dumps({"stage": "rl", "step": 1, "avg_reward": 0.5})
-    # A killed process has not finished the last line.
+    # A killed process may leave an incomplete last line.
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n\n{line[:20]}", encoding="utf-8")
     assert read.metrics() == [json.loads(line)]
     (tmp_path / "metrics.jsonl").write_text(f"{line[:20]}\n{line}\n", encoding="utf-8")
@@ -215,7 +215,7 @@ def test_run_reads_its_files(run: Path, tmp_path: Path) -> None:
 def test_a_moved_run_has_its_own_rows(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
-    # The rows of the folder that the run was made in are not those of the moved one.
+    # After the move, rows are read from the new folder, not from the folder in which the run was made.
     (moved / "data" / "train.jsonl").write_bytes(b"")
     assert querl.load_config(moved)["output_dir"] == str(moved)
     trained = json.loads((run / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
@@ -249,7 +249,7 @@ def test_the_module_runs_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_console_scripts_are_no_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Regression: without a program in the package its console script started itself for ever."""
+    """Regression: if the package contained no program, its console script started itself endlessly."""
     from querl import _program
 
     monkeypatch.delenv("QUERL_PROGRAM", raising=False)

@@ -1,4 +1,4 @@
-"""querl.integrations.swift in ms-swift's own computation of rewards."""
+"""querl.integrations.swift in ms-swift's computation of rewards."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_rewards_of_the_trainer(name: str, samples: list[Sample], results: list[
 
 @pytest.mark.parametrize("name", ["querl", "querl_async"])
 def test_the_plugin_loader_registers_the_functions(name: str, run: Any, samples: list[Sample], results: list[Any], tmp_path: Path) -> None:
-    """`--external_plugins plugin.py --reward_funcs NAME`, in a process that has not imported the integration."""
+    """`--external_plugins plugin.py --reward_funcs NAME` in a process that has not imported the integration."""
     (tmp_path / "plugin.py").write_text("import querl.integrations.swift\n")
     pairs = [pair for pair in zip(samples, results, strict=True) if isinstance(pair[1], querl.Score)][:8]
     columns = adapters.swift_columns([sample for sample, _ in pairs])

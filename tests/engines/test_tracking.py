@@ -1,6 +1,6 @@
-"""querl.tracking with each tracker's own library in its offline mode: values are read back and compared.
+"""querl.tracking with each tracker's library in offline mode: logged values are read back and compared.
 
-Needs no extension module and no program: the sources of the package are enough.
+Needs neither the extension module nor the program, only the sources of the package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ each_tracker = pytest.mark.parametrize("to", installed)
 
 @pytest.fixture(autouse=True)
 def configured() -> None:
-    """Nothing: these tests use no configuration."""
+    """Overrides the fixture of conftest.py, because these tests use no configuration."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def named(to: str, name: str) -> str:
 
 
 def expected(to: str, last_sft: int, last_rl: int, seconds: float = 0.25) -> dict[str, dict[int, list[float]]]:
-    """The metrics of these steps: every value once, under its own name and those of the source plan."""
+    """The metrics of these steps: every value once under its own name, some also under an alias such as `policy_loss`."""
     metrics: dict[str, dict[int, list[float]]] = {}
 
     def add(name: str, step: int, value: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_restart_continues_the_same_run_without_gaps_or_doubles(to: str, run: 
     run.lines("sft", 1, 3)
     tracked(run, to)
     id = state(run, to)["id"]
-    # Stopped and resumed from the checkpoint of step 2; the times of its steps differ.
+    # Stopped and resumed from the checkpoint of step 2; only the times differ.
     run.rewind("sft", 2)
     tracked(run, to)
     run.lines("sft", 3, 4, seconds=9.0)
@@ -123,7 +123,7 @@ def test_a_killed_process_leaves_no_gap_and_no_double(to: str, run: Run) -> None
         wait_for(lambda: n_records(run, to) >= 22, process)
         process.kill()
         process.communicate()
-    # The library's own process may still write.
+    # The background process of the library may still write.
     time.sleep(2)
     run.lines("sft", 23, 24)
     tracked(run, to)
@@ -141,9 +141,9 @@ def test_a_training_on_other_inputs_is_another_run(to: str, run: Run) -> None:
     tracked(run, to)
     second = stored(run, to)
     assert state(run, to)["id"] != first and state(run, to)["n_runs"] == 2
-    # The evaluation is of the training before.
+    # The evaluation belongs to the previous training.
     assert metrics_of(second) == expected(to, 5, 2) and second.figures == {} and sorted(second.samples) == [0]
-    # While sft is trained again, the lines of rl are of the training before.
+    # While sft is trained again, the lines of rl belong to the previous training.
     run.begin("sft", {"seed": "43"})
     run.lines("sft", 1, 2)
     tracked(run, to)
@@ -204,7 +204,7 @@ def test_a_missing_library_is_one_sentence_with_the_command(run: Run, tmp_path: 
 
 
 def test_mlflow_skinny_without_a_server_is_one_sentence_with_the_command(run: Run, tmp_path: Path) -> None:
-    """Symptom: the last line was MLflow's own, `unsupported URI 'sqlite:...'`."""
+    """Symptom: the last line was MLflow's error, `unsupported URI 'sqlite:...'`."""
     run.lines("sft", 1, 2)
     (tmp_path / "mlflow").mkdir()
     # `mlflow-skinny` does not require sqlalchemy.
@@ -259,7 +259,7 @@ def test_a_file_is_read_on_and_from_its_start_where_it_was_replaced(tmp_path: Pa
     assert lines.read() == (True, [b"a\n", b"b\n"])
     path.write_bytes(b"a\nb\nc\nd\n")
     assert lines.read() == (False, [b"c\n", b"d\n"])
-    # As long as before, and other lines.
+    # As many bytes as before, but other lines.
     path.write_bytes(b"a\nb\nC\nD\n")
     assert lines.read() == (True, [b"a\n", b"b\n", b"C\n", b"D\n"])
     path.write_bytes(b"a\n")

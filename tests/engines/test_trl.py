@@ -1,4 +1,4 @@
-"""querl.integrations.trl, alone and in TRL's trainer."""
+"""querl.integrations.trl, called directly and in TRL's trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from querl.integrations.trl import reward_function  # noqa: E402
 
 
 class Log:
-    """`log_extra` and `log_metric` of TRL's trainer."""
+    """Replaces `log_extra` and `log_metric` of TRL's trainer."""
 
     def __init__(self) -> None:
         self.extra: defaultdict[str, list[Any]] = defaultdict(list)
@@ -41,7 +41,7 @@ def test_a_rejection_is_none_and_is_counted(samples: list[Sample], results: list
 
 
 def test_the_names_that_are_logged_do_not_depend_on_the_batch(samples: list[Sample]) -> None:
-    """Processes gather them by name: another set on one of them stops all in some releases of TRL."""
+    """Processes gather logged values by name: in some releases of TRL a name that one process lacks blocks all."""
     logs = [Log(), Log()]
     for log, label in zip(logs, (samples[0].id, REJECTED_LABEL), strict=True):
         reward_function()([""], ["鱼油"], querl=[label], **log.arguments())
@@ -93,8 +93,8 @@ def test_the_function_is_pickled(samples: list[Sample], results: list[Any]) -> N
 
 
 def test_one_step_of_grpo(samples: list[Sample], tmp_path: Path) -> None:
-    """The trainer calls the function with its own arguments, and logs what it logs. Trains the example's model on the CPU."""
-    # Earlier versions have no `log_metric`.
+    """The trainer calls the function with its arguments and logs its metrics. Trains the example's model on the CPU."""
+    # TRL before 1.0 has no `log_metric`.
     trl, datasets = pytest.importorskip("trl", minversion="1.0"), pytest.importorskip("datasets")
     transformers = pytest.importorskip("transformers")
     rows = [{"prompt": sample.prompt, "querl": sample.id} for sample in samples[::4][:8]]

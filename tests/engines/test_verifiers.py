@@ -1,4 +1,4 @@
-"""querl.integrations.verifiers in verifiers' own scoring."""
+"""querl.integrations.verifiers in the scoring of verifiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""querl.integrations.verl, alone and as verl loads it."""
+"""querl.integrations.verl, called directly and loaded by verl."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from querl.integrations.verl import compute_score  # noqa: E402
 
 
 class Counting:
-    """Sizes of the calls of a scorer."""
+    """Records the number of requests of each call of a scorer."""
 
     def __init__(self, scorer: Any) -> None:
         self.scorer, self.sizes = scorer, []

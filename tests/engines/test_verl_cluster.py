@@ -1,4 +1,4 @@
-"""Rewards of exported rows in verl's own reward workers on a local Ray cluster of two nodes, with workers and a node that are killed."""
+"""Rewards of exported rows in verl's reward workers on a local Ray cluster of two nodes, while workers and a node are killed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def overrides(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 @pytest.fixture(scope="module")
 def trainer(overrides: list[str]) -> Any:
-    """verl's trainer with its tokenizer and datasets, before it asks for GPUs."""
+    """verl's trainer with its tokenizer and datasets, before it requests GPUs."""
     from omegaconf import OmegaConf
     from verl.trainer.ppo.v1 import get_trainer_cls
 
@@ -68,7 +68,7 @@ def responses(rows: list[dict[str, Any]], samples: list[Sample], trainer: Any) -
 
 @pytest.fixture(scope="module")
 def totals(scorer: Any, rows: list[dict[str, Any]], responses: list[str]) -> list[str]:
-    """Those of the host, over the run itself, not the exported folder: every bit of them."""
+    """The host's totals for the run itself, not the exported folder, as exact text."""
     requests = [{"query": row["reward_model"]["ground_truth"], "response": text} for row, text in zip(rows, responses, strict=True)]
     results = scorer.score(requests)
     assert all(isinstance(result, querl.Score) for result in results)
@@ -77,7 +77,7 @@ def totals(scorer: Any, rows: list[dict[str, Any]], responses: list[str]) -> lis
 
 
 def calls(workers: list[Any], trainer: Any, rows: list[dict[str, Any]], responses: list[str]) -> list[Any]:
-    """The calls of agent loops, which draw a worker for each sample; here in turn."""
+    """Calls the workers in turn; agent loops choose a worker at random for each sample."""
     data = [on_ray.trajectory(trainer.tokenizer, row, text) for row, text in zip(rows, responses, strict=True)]
     return [workers[index % len(workers)].compute_score.remote(one) for index, one in enumerate(data)]
 
@@ -87,7 +87,7 @@ def scores(references: list[Any]) -> list[str]:
 
 
 def kill_in_the_middle(process: int, references: list[Any], of_the_worker: list[Any]) -> None:
-    """Ends a worker that was stopped before its calls were sent, after the others have answered some."""
+    """Kills a worker that was suspended before its calls were sent, after other workers have answered some calls."""
     ray.wait([one for one in references if one not in of_the_worker], num_returns=8, timeout=on_ray.TIMEOUT_S)
     _, pending = ray.wait(of_the_worker, num_returns=len(of_the_worker), timeout=0)
     assert pending == of_the_worker
@@ -103,7 +103,7 @@ def test_workers_of_verl_on_both_nodes_give_the_totals_of_the_host(
     try:
         assert len({on_ray.process_and_node(worker)[1] for worker in workers}) == 2
         assert scores(calls(workers, trainer, rows, responses)) == totals
-        # Without restarts a dead worker stays dead: what RestartingAgentLoopManager is for.
+        # Without restarts a killed worker is not replaced: the reason for RestartingAgentLoopManager.
         os.kill(on_ray.process_and_node(workers[0])[0], signal.SIGKILL)
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(calls(workers[:1], trainer, rows[:1], responses[:1]), timeout=on_ray.TIMEOUT_S)
@@ -137,7 +137,7 @@ def test_nothing_is_lost_when_a_worker_is_killed(
 def test_agent_loops_of_verl_lose_nothing_when_a_worker_is_killed(
     cluster: Any, overrides: list[str], trainer: Any, rows: list[Any], responses: list[str], totals: list[str]
 ) -> None:
-    """What `TaskRunnerV1` of verl.trainer.main_ppo does between the rollout servers, which are replaced, and the update."""
+    """The part of `TaskRunnerV1` of verl.trainer.main_ppo between the rollout servers, which are replaced, and the update."""
     import numpy
     import transfer_queue as tq
     from verl.experimental.reward_loop import RewardLoopManager
@@ -192,7 +192,7 @@ def test_agent_loops_of_verl_lose_nothing_when_a_worker_is_killed(
 def test_nothing_is_lost_when_a_node_is_lost(
     cluster: Any, overrides: list[str], trainer: Any, rows: list[Any], responses: list[str], totals: list[str]
 ) -> None:
-    """Last: it ends the second node."""
+    """The last test, because it kills the second node."""
     from querl.integrations.verl_ray import restarting_workers
 
     workers = restarting_workers(on_ray.compose(overrides), 2)

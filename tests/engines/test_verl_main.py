@@ -1,4 +1,4 @@
-"""What `querl export verl` writes, as far as `verl.trainer.main_ppo` runs without a GPU: configuration, datasets, reward, roles; then its stop."""
+"""The output of `querl export verl` in `verl.trainer.main_ppo` without GPUs: configuration, datasets, reward, roles, and where it stops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("transfer_queue", reason="verl's trainer needs TransferQueue
 pytest.importorskip("verl.trainer.ppo.v1", exc_type=ImportError)
 import verl_cluster as on_ray  # noqa: E402
 
-#: verl checks the LoRA rank of `rollout.name=vllm` in vLLM's own code, which needs CUDA; nothing else of the settings changes.
+#: With `rollout.name=vllm` verl checks the LoRA rank in vLLM's code, which needs CUDA. No other setting changes.
 WITHOUT_VLLM = "actor_rollout_ref.rollout.name=sglang"
 
 
@@ -42,7 +42,7 @@ def tokenizer() -> Any:
 
 
 def written_rows(run: Path, split: str) -> dict[str, dict[str, Any]]:
-    """Rows of the run by id."""
+    """Rows of the run, by id."""
     lines = (run / "data" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     return {row["metadata"]["id"]: row for row in map(json.loads, lines)}
 
@@ -54,7 +54,7 @@ def test_the_dataset_of_verl_reads_the_exported_rows(split: str, run: Path, conf
 
     dataset = create_rl_dataset(config.data[f"{split}_files"], config.data, tokenizer, None, is_train=split == "train")
     expected = written_rows(run, split)
-    # None is left out for its length: `data.max_prompt_length` is that of the run.
+    # No row is dropped for its length: `data.max_prompt_length` is the limit of the run.
     assert len(dataset) == len(expected)
     for index in range(len(dataset)):
         row = dataset[index]
@@ -71,13 +71,13 @@ def test_the_configuration_is_valid_for_verl(config: Any) -> None:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
-    # [rl] of the run: PPO, with the KL divergence in the reward.
+    # [rl] of the run is PPO with the KL divergence in the reward.
     assert need_critic(config) and need_reference_policy(config)
     validate_config(config, use_reference_policy=True, use_critic=True)
 
 
 def test_the_reward_of_the_configuration_is_loaded(config: Any, tokenizer: Any, samples: list[Sample], scorer: Any) -> None:
-    """By the path `pkg://querl.integrations.verl`, over the configuration in the folder."""
+    """The reward of the exported configuration, loaded by the path `pkg://querl.integrations.verl`."""
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.trainer.ppo.utils import create_rl_dataset
 
@@ -85,7 +85,7 @@ def test_the_reward_of_the_configuration_is_loaded(config: Any, tokenizer: Any, 
     (expected,) = scorer.score([{"query": row["reward_model"]["ground_truth"], "response": samples[1].response}])
 
     async def scored() -> Any:
-        # In an event loop, as a worker.
+        # In an event loop, as in a worker.
         return await load_reward_manager(config, tokenizer).run_single(on_ray.trajectory(tokenizer, row, samples[1].response))
 
     found = asyncio.run(scored())
@@ -104,16 +104,16 @@ def test_roles_and_dataloaders_of_the_trainer(config: Any) -> None:
     trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config=OmegaConf.create(OmegaConf.to_container(config)))
     trainer._init_tokenizer()
     trainer._init_dataloader()
-    # 4 queries a step, as `rl.batch_size`; two steps, as `rl.max_steps`.
+    # 4 queries per step (`rl.batch_size`), two steps (`rl.max_steps`).
     assert len(trainer.train_dataloader) == len(trainer.train_dataset) // 4 and trainer.total_training_steps == 2
     assert len(next(iter(trainer.train_dataloader))["raw_prompt"]) == 4
     trainer._init_resource_pool_mgr()
-    # With LoRA the reference is the actor without its adapter, so that it has no role of its own.
+    # With LoRA the reference is the actor with its adapter disabled, so that it has no separate role.
     assert set(trainer.role_worker_mapping) == {Role.ActorRollout, Role.Critic}
 
 
 def test_main_ppo_stops_where_it_asks_for_gpus(exported: Path, tmp_path: Path) -> None:
-    """`train.sh` itself. Where it stops, docs/engines.md says how to continue on a machine with GPUs."""
+    """`train.sh` itself stops at the first use of a GPU; docs/engines.md says how to continue on a machine with GPUs."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -1,4 +1,4 @@
-"""Reads back what each tracker's offline mode stored, and a run directory to mirror."""
+"""Reads back the files of each tracker's offline mode, and writes a run directory to mirror."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N_SAMPLES = 2
 
 
 class Run:
-    """A run directory that grows as one in training does, with numbers that need all digits of a double."""
+    """A run directory that grows as during training. Its numbers need all digits of a double."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -30,7 +30,7 @@ class Run:
         self.begin("sft", {"seed": "42"})
 
     def begin(self, stage: str, inputs: dict[str, str]) -> None:
-        """As the runner begins a stage over: its lines are removed, then the ledger has it, unfinished."""
+        """Restarts a stage as the runner does: removes its lines, then writes an unfinished entry to the ledger."""
         path = self.directory / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
         path.with_suffix(".new").write_text("".join(line for line in lines if json.loads(line)["stage"] != stage))
@@ -45,7 +45,7 @@ class Run:
         self._put(stage, {**self.stages[stage], "finished": True, "outputs": outputs})
 
     def best(self, stage: str) -> dict[str, str]:
-        """The input of a later stage that the model of `stage` is."""
+        """The entry of the model of `stage` among the inputs of a later stage."""
         ((name, file),) = self.stages[stage]["outputs"].items()
         return {f"best of {stage}": hashlib.sha256(f"{name.split('/')[-1]} {file['sha256']}".encode()).hexdigest()}
 
@@ -63,7 +63,7 @@ class Run:
                     file.write(json.dumps({"stage": "rl", "step": step, "val/reward": step / 7, "val/reward/win": None}) + "\n")
 
     def rewind(self, stage: str, step: int) -> None:
-        """As a resumed training truncates its log to the checkpoint of a step."""
+        """Truncates the log to the checkpoint of a step, as a resumed training does."""
         path = self.directory / "metrics.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         kept = [line for line in lines if line["stage"] != stage or line["step"] <= step]
@@ -71,7 +71,7 @@ class Run:
         path.with_suffix(".new").replace(path)
 
     def rewind_torn(self) -> None:
-        """As a start removes the line that a kill has cut."""
+        """Removes an incomplete last line, as the start of a run does after a kill."""
         path = self.directory / "metrics.jsonl"
         path.write_text(path.read_text().rpartition("\n")[0] + "\n")
 
@@ -132,12 +132,12 @@ def line_of(stage: str, step: int, seconds: float) -> dict[str, Any]:
 
 @dataclass
 class Stored:
-    """What a tracker has of one run there."""
+    """The content of one run in a tracker."""
 
     #: Values of each metric by step, in the order in which they were logged.
     metrics: dict[str, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     figures: dict[str, float] = field(default_factory=dict)
-    #: Rows of the samples by step, as texts.
+    #: Rows of the samples by step, as text.
     samples: dict[int, str] = field(default_factory=dict)
 
     def add(self, name: str, step: int, value: float) -> None:
@@ -174,7 +174,7 @@ def track(run: Run, to: str, *args: str, **environment: str) -> subprocess.Popen
 
 
 def tracked(run: Run, to: str, *args: str) -> str:
-    """Mirrors the run offline; the result on stdout."""
+    """Mirrors the run offline; returns stdout."""
     process = track(run, to, "--offline", *args)
     out, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
@@ -187,7 +187,7 @@ def state(run: Run, to: str) -> dict[str, Any]:
 
 
 def stored(run: Run, to: str) -> Stored:
-    """What the current run in the tracker has."""
+    """The tracker's content for the current run."""
     readers = {"wandb": _wandb, "mlflow": _mlflow, "swanlab": _swanlab, "trackio": _trackio}
     result = Stored()
     readers[to](run.directory / "tracking", state(run, to)["id"], result)
@@ -195,7 +195,7 @@ def stored(run: Run, to: str) -> Stored:
 
 
 def _wandb(folder: Path, id: str, result: Stored) -> None:
-    """As its server: a record whose step is not above those before is left out."""
+    """Applies the rule of the W&B server: a record whose step is not larger than the previous ones is dropped."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     last = -1
@@ -219,7 +219,7 @@ def _wandb(folder: Path, id: str, result: Stored) -> None:
 
 
 def _swanlab(folder: Path, id: str, result: Stored) -> None:
-    """As its server: a step that a metric has is left out."""
+    """Applies the rule of the SwanLab server: a value for a step that the metric already has is dropped."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
     for directory in sorted((folder / "swanlab").glob(f"run-*-{id}")):
@@ -235,7 +235,7 @@ def _swanlab(folder: Path, id: str, result: Stored) -> None:
 
 
 def _log_records(path: Path) -> Iterator[bytes]:
-    """Records of LevelDB's log format, after a header of 7 bytes: both libraries write it. An unfinished one ends the log."""
+    """Records in LevelDB's log format after a header of 7 bytes, which both libraries write. An incomplete record ends the log."""
     content, at, block, parts = path.read_bytes(), 7, 32768, b""
     while at + 7 <= len(content):
         if block - at % block < 7:

@@ -1,4 +1,4 @@
-"""verl on this machine: the configuration of an exported folder, a Ray cluster of two nodes, samples as its agent loop makes them."""
+"""verl on this machine: the configuration of an exported folder, a Ray cluster of two nodes, samples as created by verl's agent loop."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 
 from conftest import Sample
 
-#: Logical CPUs of a node. verl asks for ten with each GPU, and its TransferQueue for one with each storage unit.
+#: Logical CPUs per node. verl requests ten per GPU, and its TransferQueue one per storage unit.
 N_CPUS = 16
-#: Worker processes import torch and verl: minutes, where the cores are busy.
+#: Worker processes import torch and verl, which takes minutes on busy cores.
 TIMEOUT_S = 480.0
-#: What a machine without GPUs and with few cores needs other than the exported settings.
+#: Changes of the exported settings for a machine without GPUs and with few cores.
 SMALL = [
     "reward.num_workers=2",
     "actor_rollout_ref.rollout.agent.num_workers=2",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     "data.dataloader_num_workers=0",
     "data.max_response_length=64",
-    # A response to each prompt: those of the tests are given.
+    # One response per prompt: the tests supply the responses.
     "actor_rollout_ref.rollout.n=1",
 ]
 
 
 def settings(folder: Path, tmp_path: Path) -> list[str]:
-    """The arguments with which `train.sh` of an exported folder starts verl, as the shell passes them."""
+    """The arguments with which `train.sh` of an exported folder starts verl, after expansion by the shell."""
     program = tmp_path / "bin" / "python3"
     program.parent.mkdir(exist_ok=True)
     program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
@@ -43,7 +43,7 @@ def settings(folder: Path, tmp_path: Path) -> list[str]:
 
 
 def compose(overrides: list[str]) -> Any:
-    """The configuration of `verl.trainer.main_ppo`, by hydra."""
+    """The configuration of `verl.trainer.main_ppo`, composed by hydra."""
     import hydra
     import verl
 
@@ -61,14 +61,14 @@ def free_ports(n_ports: int) -> list[int]:
 
 
 def node_arguments() -> dict[str, Any]:
-    # With ports that are chosen before, a node does not wait for its agents, whose start takes longer than a busy machine is given.
+    # With preset ports a node does not wait for the start of its agents, which exceeds Ray's timeout on a busy machine.
     names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
     return {"num_cpus": N_CPUS, "object_store_memory": 80_000_000, **dict(zip(names, free_ports(len(names)), strict=True))}
 
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Any]:
-    """A Ray cluster of two nodes in this machine, to which this process is connected."""
+    """A Ray cluster of two nodes on this machine, to which this process is connected."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -84,7 +84,7 @@ def two_nodes() -> Iterator[Any]:
 
 
 def process_and_node(worker: Any) -> tuple[int, str]:
-    """Process id and node of an actor."""
+    """Process id and node id of an actor."""
     import ray
 
     def found(_: Any) -> tuple[int, str]:
@@ -101,7 +101,7 @@ def wait_until(condition: Any, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def trajectory(tokenizer: Any, row: dict[str, Any], response: str) -> Any:
-    """A response to a row of the exported dataset, as verl/experimental/agent_loop/agent_loop.py (`_compute_score`) hands it over."""
+    """A response to a row of the exported dataset, as passed on by verl/experimental/agent_loop/agent_loop.py (`_compute_score`)."""
     import numpy
     import tensordict
     import torch
@@ -118,7 +118,7 @@ def trajectory(tokenizer: Any, row: dict[str, Any], response: str) -> Any:
 
 
 class Answers:
-    """Stands for the client of the rollout servers: the response to a prompt is chosen by its text, so that its reward is known."""
+    """Replaces the client of the rollout servers: selects the response by the prompt's text, so that its reward is known."""
 
     def __init__(self, tokenizer: Any, by_prompt: dict[tuple[int, ...], str]) -> None:
         self.tokenizer, self.by_prompt = tokenizer, by_prompt
@@ -128,10 +128,10 @@ class Answers:
 
         response = self.by_prompt[tuple(prompt_ids)]
         tokens = [*self.tokenizer.encode(response, add_special_tokens=False), self.tokenizer.eos_token_id]
-        # Versions of the weights, as the servers report them.
+        # Weight versions, as reported by the servers.
         return TokenOutput(token_ids=tokens, stop_reason="completed", extra_fields={"min_global_steps": 1, "max_global_steps": 1})
 
 
 def responses_of(rows: list[dict[str, Any]], samples: list[Sample]) -> list[str]:
-    """A response to each row: those of the samples, in turn."""
+    """A response for each row: the samples' responses in turn."""
     return [samples[index % len(samples)].response for index in range(len(rows))]

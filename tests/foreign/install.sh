@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# The last thing that is installed: an installation that was broken off is taken up again.
+# The package that is installed last: if it is missing, an interrupted installation is repeated.
 if [[ ! -e .venv/installed ]] || ! cmp --silent requirements.txt .venv/installed; then
     "${PYTHON:-python3}" -m venv .venv
     .venv/bin/python -m pip install --quiet --requirement requirements.txt

@@ -1,7 +1,7 @@
 """Makes a judge of two million parameters: examples/tiny-qwen3, fine-tuned to answer the tenant's judging prompt.
 
-The judge knows one thing: whether a rewrite belongs to its query (4.5) or was written for another one (0.5). It exists so that the
-form of a judgement is written by a model behind a server that this project did not write; its scores say nothing.
+The judge only distinguishes whether a rewrite belongs to its query (4.5) or was written for another one (0.5). It exists so that judgements in
+the right form come from a model behind a third-party server; its scores are not meaningful.
 
     tests/foreign/.venv/bin/python tests/foreign/judge_model.py FOLDER
 """
@@ -21,7 +21,7 @@ ANSWERS = {True: (4.5, "意图与产品都保留"), False: (0.5, "改变了用�
 
 
 def judging_prompts():
-    """System prompt and request, from the plugin's source."""
+    """System prompt and request, read from the plugin's source."""
     texts = []
     for path, name in [("tenant-fivedoctors/src/lib.rs", "judge_system"), ("shared/tenant-common/src/lib.rs", "JUDGE_REQUEST")]:
         source = (ROOT / "plugins" / path).read_text()
@@ -31,7 +31,7 @@ def judging_prompts():
 
 
 def conversations(tokenizer, rows, draw):
-    """(prompt tokens, all tokens) of drawn pairs of query and rewrite."""
+    """(prompt tokens, all tokens) of sampled pairs of query and rewrite."""
     system, request = judging_prompts()
     for row in draw.sample(rows, N_ROWS):
         fits = draw.random() < 0.5

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The stages against servers over HTTP: teacher and judge behind transformers' own `serve` command, retrieval behind
-# `querl serve rag`. Says what came of it and fails where a row is lost or nothing succeeded.
+# The stages with external servers: teacher and judge behind transformers' `serve` command, retrieval behind `querl serve rag`. Prints the
+# results, and fails if a row is lost or no row succeeds.
 #
 #   cargo build --release && tests/foreign/run.sh [OUT]      (OUT: tests/foreign/out)
 set -euo pipefail
@@ -24,7 +24,7 @@ wait_for() { # URL LOG
     return 1
 }
 
-# Before the servers: it may take longer than they are waited for.
+# Before the servers start: the build may take longer than the timeout for them.
 log "installation"
 tests/foreign/install.sh
 log "servers"
@@ -39,7 +39,7 @@ judge="$(realpath "${JUDGE_MODEL:-$out/judge}")"
 wait_for "http://127.0.0.1:$chat_port/health" "$out/serve.log"
 wait_for "http://127.0.0.1:$rag_port/health" "$out/rag.log"
 
-# The server takes the directory as the model's name.
+# The server uses the directory as the model's name.
 head -n "$n_rows" examples/fivedoctors/teacher_rewrites.jsonl >"$out/queries.jsonl"
 settings=(
     data.input="$out/queries.jsonl" data.query_column=original_query data.profile_column=user_profile

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Feeds random bytes to everything that reads other people's: manifest, lock, episode, bundle, component.
+# Fuzzes every parser of untrusted data: manifest, lock, episode, bundle, component.
 #
 # Usage: tests/fuzz/run.sh SECONDS [TARGET...]
 #
-# SECONDS is for each target. Needs cargo-fuzz (cargo install cargo-fuzz) and a C++ compiler; stable Rust will do, as no sanitizer
-# is used: what is looked for are panics, failed assertions, hangs and memory without bound.
-# Ends with exit code 1 at the first input that breaks a target, and says where that input lies.
-# FUZZ_TARGET_DIR: where to build; the repository's target/fuzz where unset.
+# SECONDS is the time per target. Needs cargo-fuzz (cargo install cargo-fuzz) and a C++ compiler. Stable Rust suffices, because no sanitizer
+# is used: findings are panics, failed assertions, hangs and unbounded memory.
+# Exit code 1 at the first input that fails, with the path of that input.
+# FUZZ_TARGET_DIR: the build folder (default target/fuzz of the repository).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -24,7 +24,7 @@ target_dir=${FUZZ_TARGET_DIR:-$PWD/target/fuzz}
 found=$(mktemp -d)
 for target in "$@"; do
   features=()
-  # Memory beyond this is a finding. Wasmtime reserves address space and its compiler works in memory of its own.
+  # A process with more memory is a finding. Wasmtime reserves address space, and its compiler needs memory in addition to the input.
   max_mb=512 max_len=65536
   if [[ $target == component ]]; then
     features=(--features component)

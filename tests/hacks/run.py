@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How many planted reward hacks `querl audit` finds, and how many honest runs it accuses.
+"""The number of planted reward hacks that `querl audit` finds, and of honest runs that it reports.
 
     tests/hacks/run.py [--out DIR] [--steps 100] [--seeds 10] [--threads N] [HOLE...]
 
 Trains the policy of examples/fivedoctors with each hole of the plugin `reward-hole` for at most STEPS steps, all from one SFT run; and with
-the example's own reward for SEEDS seeds, SFT included. Then audits each run and prints a table; exit code 0 where every hack is found and no
-honest run has a sign. With names of holes only these are trained. Runs that are there already are not trained again. Needs the program
-(`cargo build --release`, or QUERL=path of another) and cargo, which builds the plugin.
+the example's reward for SEEDS seeds, SFT included. Then audits each run and prints a table. Exit code 0 if every hack is found and no honest
+run has a sign of one. With names of holes only these are trained. Finished runs are not repeated. Needs the program (`cargo build --release`,
+or QUERL=path of another) and cargo, which builds the plugin.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HOLES = (
 
 
 def querl(*args: str) -> str:
-    """The program's stdout; ends this script with its message where it fails."""
+    """Runs the program; returns its stdout. On failure this script ends with the program's message."""
     done = subprocess.run([QUERL, *args], capture_output=True, text=True, encoding="utf-8")
     if done.returncode != 0:
         sys.exit(f"querl {' '.join(args)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
@@ -47,13 +47,13 @@ def querl(*args: str) -> str:
 
 
 def train(folder: Path, options: argparse.Namespace, *more: str) -> None:
-    """Stages up to `rl`; those that are finished are skipped."""
+    """Runs the stages up to `rl`; finished stages are skipped."""
     threads = ["--threads", str(options.threads)] if options.threads else []
     querl("run", CONFIG, "--to", "rl", "--out", str(folder), "-q", *threads, *more)
 
 
 def train_hole(hole: str, options: argparse.Namespace) -> Path:
-    """From the shared SFT run."""
+    """Trains with a hole, starting from the shared SFT run."""
     base, folder = options.out / "sft", options.out / f"hole-{hole}"
     if not folder.exists():
         querl("run", CONFIG, "--to", "sft", "--out", str(base), "-q")
@@ -70,7 +70,7 @@ def train_honest(seed: int, options: argparse.Namespace) -> Path:
 
 
 def change(audit: dict, name: str) -> str:
-    """Early and late mean of a measure."""
+    """Mean of a measure early and late in the training."""
     found = next((one["change"] for one in audit["measures"] if one["name"] == name), None)
     return f"{found['early']:.3f} -> {found['late']:.3f}" if found else "-"
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Hits and false alarms of the health warnings, on 15 healthy trainings and 15 that are made to fail in a known way.
+"""Hits and false alarms of the health warnings, on 15 healthy trainings and 15 trainings that fail in a known way.
 
     tests/health/run.py [--runs DIR] [--out FILE] [--jobs N] [--threads N] [--only PATTERN] [--tasks DIR] [--set KEY=VALUE] [--querl PATH] [--list]
 
-Each run is examples/fivedoctors with other settings, up to the stage `rl`; those with the data and the seed of the example start from one SFT run.
-Each failure names the warnings that it should have; one of them is enough. Warnings are read from what the program prints, which is kept in
-RUNS/NAME.log. Finished runs with the same settings are kept, interrupted ones resume. `--tasks` is the folder that `tests/tasks/run.py --out` wrote:
-two of the healthy runs and one of the others are then on its tasks. `--out` writes the tables as Markdown. Exit code 1 where a failure has none of
-its warnings, a healthy run has one, or a run did not work. Needs the program and cargo, which builds the plugins.
+Each run is examples/fivedoctors with other settings, up to the stage `rl`; runs with the data and the seed of the example start from one SFT
+run. Each failure lists its expected warnings; one of them suffices. Warnings are read from the program's output, which is stored in
+RUNS/NAME.log. Finished runs with the same settings are kept, interrupted ones resume. `--tasks` is the folder that `tests/tasks/run.py --out`
+wrote: two of the healthy runs and one of the failures then use its tasks. `--out` writes the tables as Markdown. Exit code 1 if a failure has
+none of its warnings, a healthy run has one, or a run ended with an error. Needs the program and cargo, which builds the plugins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/fivedoctors/querl.toml"
 HEALTH = ROOT / "host/querl-train/src/rl/health.rs"
 
-# Warnings of `rl`: kind in health.rs, and a phrase of its text.
+# Warnings of `rl`: kind in health.rs, and a phrase of the message.
 RL_WARNINGS = {
     "clip": "more than half of the tokens are clipped",
     "kl": "the policy drifts far from the SFT policy",
@@ -52,14 +52,14 @@ RL_WARNINGS = {
     "importance": "the policy's: ",
     "probs": "log-probabilities of rollout and training differ",
 }
-# Those of other stages, and a stop with an error.
+# Warnings of other stages, and a stop with an error.
 OTHER_WARNINGS = {
     "sft_noise": "the model is noise after sft",
     "few_rows": "are less conclusive",
     "reranking": "reranking lowers",
 }
 STOPPED = "stopped"
-# What the last line of a training says that ended with NaN or Inf; other errors with exit code 1 are none of its doing.
+# A phrase in the last line of a training that ended with NaN or Inf. Other errors with exit code 1 do not count as this warning.
 NOT_FINITE = re.compile(r"\bNaN\b|\bInf\b|not finite")
 
 
@@ -67,22 +67,22 @@ NOT_FINITE = re.compile(r"\bNaN\b|\bInf\b|not finite")
 class Run:
     name: str
     settings: tuple[str, ...] = ()
-    # Kinds of warnings that count as a hit; none for a healthy run.
+    # Kinds of warnings that count as a hit; empty for a healthy run.
     expected: tuple[str, ...] = ()
-    # Starts from the shared SFT run.
+    # The run starts from the shared SFT run.
     shares_sft: bool = True
-    # In place of the example, where its folder exists.
+    # The task that is used instead of the example if its folder exists.
     task: str = ""
-    # Model of the run, in place of the example's.
+    # Uses the model of `untrained_base` instead of the example's.
     untrained: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
     run: Run
-    # Kind and step, where the warning has one.
+    # Kind and step of each warning, the latter if known.
     warnings: dict[str, int | None]
-    # What the program said where it did not work; empty otherwise.
+    # The program's message if the run failed; otherwise empty.
     problem: str = ""
 
 
@@ -94,7 +94,7 @@ def plugin(name: str, **settings: str | float) -> str:
 
 
 GROUPS = ("rl.n_samples=8", "rl.batch_size=16")
-# As the example sets them; a task has the defaults of a small model: RLOO on 8 samples of 16 queries.
+# The settings of the example. A task has the defaults of a small model: RLOO on 8 samples of 16 queries.
 PPO = ("rl.algorithm=ppo", "rl.n_samples=1", "rl.batch_size=64")
 EDIT = "data.rewrite_form=edit"
 COMPETITION = "plugins/reward-competition"
@@ -144,7 +144,7 @@ FAILING = (
 
 
 class Program:
-    """Calls of querl, and where their output is."""
+    """Calls querl; knows the folder of its output."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.querl = str(options.querl.resolve())
@@ -154,7 +154,7 @@ class Program:
         self.settings = tuple(options.set)
 
     def call(self, log: Path, *arguments: str) -> int:
-        """The exit code; stdout and stderr are appended to `log`."""
+        """Returns the exit code; stdout and stderr are appended to `log`."""
         with log.open("a", encoding="utf-8") as file:
             return subprocess.run([self.querl, *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=file).returncode
 
@@ -184,13 +184,13 @@ class Program:
         return folder / "model"
 
     def config(self, run: Run) -> Path:
-        """Of the task, where its data and its model exist, else of the example."""
+        """The configuration of the task if its data and its model exist, otherwise of the example."""
         task = self.tasks / run.task if self.tasks and run.task else None
         has_task = task and (task / "querl.toml").exists() and (task / "model/model.safetensors").exists()
         return task / "querl.toml" if task and has_task else EXAMPLE
 
     def result(self, run: Run) -> Result:
-        """Trains where that is not done yet, and reads the warnings."""
+        """Trains if that is not finished, and reads the warnings."""
         config, folder = self.config(run), self.runs / run.name
         state_file, log = self.runs / f"{run.name}.json", self.runs / f"{run.name}.log"
         settings = run.settings
@@ -203,7 +203,7 @@ class Program:
             log.unlink(missing_ok=True)
             state = {"inputs": inputs, "exit_code": None}
             state_file.write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
-        # Others are interrupts, mistakes in settings and failures that may be mended since.
+        # Other exit codes are interrupts, invalid settings, and failures whose cause may be removed since.
         if state["exit_code"] not in (0, 3):
             if run.shares_sft and config == EXAMPLE and not folder.exists():
                 shutil.copytree(self.runs / "sft", folder)
@@ -220,7 +220,7 @@ class Program:
 
 
 def read_warnings(lines: list[str]) -> dict[str, int | None]:
-    """Kinds with their first steps. A warning that this script does not know has its text as kind."""
+    """Kinds of warnings with their first steps. The kind of an unknown warning is its text."""
     found: dict[str, int | None] = {}
     phrases = {**RL_WARNINGS, **OTHER_WARNINGS}
     for line in lines:
@@ -268,7 +268,7 @@ def runs_table(results: list[Result]) -> Iterator[str]:
 
 
 def summary(results: list[Result]) -> tuple[str, bool]:
-    """A sentence, and whether all is as it should be."""
+    """A sentence, and True if all runs are as expected."""
     worked = [result for result in results if not result.problem]
     failing = [result for result in worked if result.run.expected]
     healthy = [result for result in worked if not result.run.expected]

@@ -1,8 +1,8 @@
-"""A reward function behind HTTP, the way OpenRLHF's remote reward model is called: what a plugin is measured against.
+"""A reward function over HTTP with the API of OpenRLHF's remote reward model, for the comparison with a plugin.
 
 POST /reward {"query": [...], "prompts": [...], "labels": [...]} -> {"rewards": [...], "scores": [...], "extra_logs": {...}}.
-Each label is one episode as JSON, in the form of episodes.jsonl. The function is that of plugins/reward-competition with its
-default settings; a rejection is null, which OpenRLHF itself cannot say.
+Each label is one episode as JSON, in the form of episodes.jsonl. The function is that of plugins/reward-competition with its default
+settings. A rejection is null, which OpenRLHF does not support.
 """
 
 import json
@@ -23,7 +23,7 @@ class RewardRequest(BaseModel):
 
 
 def quality(candidate: dict) -> float | None:
-    """How good a retrieval is, 0 where nothing was found; None where it failed."""
+    """Quality of a retrieval: 0 if nothing was found, None if it failed."""
     retrieval = candidate.get("retrieval", {"hits": []})
     if "hits" not in retrieval:
         return None
@@ -32,7 +32,7 @@ def quality(candidate: dict) -> float | None:
 
 
 def judged(candidate: dict) -> tuple[bool, float | None]:
-    """Whether the judgement can be used, and the score where there is one."""
+    """Whether the judgement can be used, and its score if there is one."""
     judgement = candidate.get("judgement", "not_sampled")
     if judgement == "not_sampled":
         return True, None

@@ -1,11 +1,11 @@
--- POST /predict with the texts of a JSON list in turn, for wrk: wrk ... -s predict.lua URL -- FILE
--- Prints one line of JSON: requests a second, latencies in milliseconds, answers with another status than 2xx or 3xx, broken connections.
+-- For wrk: POST /predict with the texts of a JSON list in turn. wrk ... -s predict.lua URL -- FILE
+-- Prints one line of JSON: requests per second, latencies in milliseconds, responses with a status other than 2xx or 3xx, broken connections.
 
 local texts, next_text = {}, 0
 
 function init(args)
    local file = assert(io.open(args[1]), "no such file: " .. tostring(args[1]))
-   -- The strings stay as they are written in the file: escaped, as the body needs them.
+   -- The strings keep their JSON escapes, which the body needs.
    for text in file:read("a"):gmatch('"input": ("[^\n]*"),\n') do
       texts[#texts + 1] = '{"text": ' .. text .. "}"
    end

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# /predict under load by wrk: 1, 8 and 64 clients, with passes shared between requests (--max_batch 32) and without (1), in turn.
+# Load test of /predict with wrk: 1, 8 and 64 clients, with batching across requests (--max_batch 32) and without (1), alternating.
 #
 #   tests/load/predict.sh QUERL MODEL_DIR FILE [ROUNDS]     (rounds of 10 s each: 3)
 #

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Seconds from a save to the picture of `querl plugin dev`, for 1,000 recorded episodes, in each language.
+"""Seconds from a save to the output of `querl plugin dev`, for 1,000 recorded episodes, in each language.
 
     tests/plugins/dev_loop.py [LANGUAGE...]
 
-Makes a reward with `querl plugin new`, starts `querl plugin dev` without the component, saves a changed source SAVES times (5), and takes the
-time until the picture is there. The tests of one save end before the next save. Needs the program (`cargo build --release`, or QUERL=path
-of another), python3, node and cargo.
+Makes a reward with `querl plugin new`, starts `querl plugin dev` without the component, saves a changed source SAVES times (5), and measures
+the time until the scores are printed. The tests of one save end before the next save. Needs the program (`cargo build --release`, or
+QUERL=path of another), python3, node and cargo.
 """
 
 from __future__ import annotations

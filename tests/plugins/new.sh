@@ -1,14 +1,14 @@
 #!/bin/sh
-# Does every folder that `querl plugin new` makes work untouched? For each kind and language: make it, run its own tests, build it,
-# run the conformance suite, and check that an unchanged folder is not built again. Prints a table; the exit code is not 0 where
-# anything failed, and then the output of what failed is kept in the scratch folder, which is named.
+# Checks that every folder made by `querl plugin new` works unchanged. For each kind and language: makes it, runs its tests, builds it, runs
+# the conformance suite, and checks that an unchanged folder is not built again. Prints a table. If a step fails, the exit code is not 0, and
+# the output of the failed step is kept in the scratch folder, whose path is printed.
 #
 #     tests/plugins/new.sh                        all 12; about 15 minutes on 2 cores, most of it compiling components
 #     tests/plugins/new.sh python                 one language
 #     tests/plugins/new.sh python reward          one of them
 #
 # Needs the program (`cargo build --release`, or QUERL=path of another), the tool chains of plugins/setup.sh, and for Rust the target
-# wasm32-wasip2 with the crates of plugins/Cargo.lock at hand. REPEATS (100) is how often the suite repeats a call.
+# wasm32-wasip2 with the crates of plugins/Cargo.lock downloaded. REPEATS (100) is the number of times that the suite repeats a call.
 set -u
 repository=$(cd "$(dirname "$0")/../.." && pwd)
 querl=${QUERL:-$repository/target/release/querl}
@@ -17,10 +17,10 @@ languages=${1:-rust python javascript}
 kinds=${2:-reward filter prompt style-scorer}
 
 scratch=$(mktemp -d)
-# Folders below find the tools here: the builders look into folders above.
+# The builders look for tools in parent folders, so that the folders below find them here.
 ln -s "$repository/plugins/.venv" "$scratch/.venv"
 ln -s "$repository/plugins/node_modules" "$scratch/node_modules"
-# Plugins in Rust share what they have in common.
+# Plugins in Rust share compiled dependencies.
 export CARGO_TARGET_DIR="$scratch/native"
 
 own_tests() {
@@ -32,7 +32,7 @@ own_tests() {
 }
 
 failed=0
-# A step: its name, then the command. Prints the seconds it took, or `failed`.
+# Runs a step: its name, then the command. Prints its seconds, or `failed`.
 step() {
     name=$1
     shift

@@ -1,11 +1,11 @@
-"""What bfloat16 makes of logits, gradients and a training's norms: PEFT and transformers in bf16 and in f32, from the same
-weights, on the batches of querl's GPU tests. Writes nothing; the limits of those tests are set from what it prints.
+"""Errors of bfloat16 in logits, gradients and gradient norms: PEFT and transformers in bf16 compared with f32, from the same weights, on the
+batches of querl's GPU tests. Writes nothing; the limits of those tests are set from its output.
 
-    bf16.py [--device cuda]     # the device on which 1 and 2 are computed (default: cpu)
+    bf16.py [--device cuda]     # the device of 1 and 2 (default: cpu)
 
-1. host/querl-gpu/tests/decoder.rs: logits, by the largest difference over the largest logit.
-2. host/querl-gpu/tests/decoder.rs: the gradients of every adapter tensor, by the length of the difference over the length of f32's.
-3. host/querl-train/src/sft/tests/gpu.rs: the gradient's norm over nine steps, with rows in several orders.
+1. host/querl-gpu/tests/decoder.rs, logits: largest difference divided by the largest logit.
+2. host/querl-gpu/tests/decoder.rs, gradients of every adapter tensor: L2 norm of the difference divided by the L2 norm in f32.
+3. host/querl-train/src/sft/tests/gpu.rs: the gradient norm over nine steps, with rows in several orders.
 """
 
 import argparse
@@ -23,8 +23,8 @@ warnings.filterwarnings("ignore", category=UserWarning, module="peft")
 transformers.utils.logging.disable_progress_bar()
 DEVICE = "cpu"
 
-# Of the trainings' 24 rows, two epochs, with seed 5 (`cargo run --release -p querl-train --example bench -- order`); and how many
-# other orders are tried.
+# Order of the 24 training rows in two epochs with seed 5 (`cargo run --release -p querl-train --example bench -- order`), and the number
+# of other orders that are tried.
 QUERLS_ORDER = [
     14, 23, 11, 18, 19, 10, 4, 5, 3, 1, 9, 13, 0, 8, 17, 21, 20, 16, 2, 6, 12, 7, 22, 15,
     15, 19, 18, 8, 7, 5, 2, 14, 9, 1, 17, 10, 23, 16, 13, 4, 6, 21, 0, 3, 11, 12, 20, 22,
@@ -33,7 +33,7 @@ N_ORDERS = 40
 
 SYSTEM = [5, 9, 2, 7]
 
-# As `sequences` in decoder.rs: tokens, and where the answer begins.
+# As `sequences` in decoder.rs: tokens, and the start of the response.
 SEQUENCES = [
     (SYSTEM + [11, 12, 13, 21, 22, 23], 7),
     (SYSTEM + [11, 12, 13, 21, 24], 7),
@@ -44,12 +44,12 @@ SEQUENCES = [
     ([(i * 29 + 3) % 64 for i in range(60)], 20),
 ]
 
-# Other sources of rounding: two ways of attention, and what autocast keeps in f32.
+# Variants of rounding: two implementations of attention, and with or without the operations that autocast keeps in f32.
 MANNERS = [("eager", "all"), ("sdpa", "all"), ("eager", "autocast"), ("sdpa", "autocast")]
 
 
 def base(name, attention="eager"):
-    """The golden's weights as a GPU stores them, in f32."""
+    """The golden's weights rounded as a GPU stores them, in f32."""
     model = AutoModelForCausalLM.from_pretrained(
         GOLDEN / "decoders" / name, dtype=torch.float32, attn_implementation=attention
     )
@@ -57,7 +57,7 @@ def base(name, attention="eager"):
 
 
 def adapted(name, attention, use_dora):
-    """With the values that `part_with` in decoder.rs gives A, B and the magnitudes."""
+    """The model with the values of A, B and magnitudes that `part_with` in decoder.rs sets."""
     settings = LoraConfig(r=3, lora_alpha=6, use_dora=use_dora, target_modules="all-linear", lora_dropout=0.0)
     model = get_peft_model(base(name, attention), settings).to(DEVICE)
     trained = {key.replace(".default", ""): value for key, value in model.named_parameters() if value.requires_grad}
@@ -71,7 +71,7 @@ def adapted(name, attention, use_dora):
 
 
 def gradients(name, use_dora, attention, rounding):
-    """Of the sum of all answers' log-probabilities and entropies at temperature 0.8, each with a weight of its own."""
+    """Gradients of a weighted sum of all responses' log-probabilities and entropies at temperature 0.8."""
     model, trained = adapted(name, attention, use_dora)
     if rounding == "all":
         model = model.to(torch.bfloat16)
@@ -118,7 +118,7 @@ def worst_gradients():
 
 
 def norms(make, order, is_rounded):
-    """Of the gradients of nine steps of four rows, as `all_weights_and_magnitudes_are_trained_on_a_gpu_as_on_the_cpu` takes them."""
+    """Gradient norms of nine steps of four rows, as in `all_weights_and_magnitudes_are_trained_on_a_gpu_as_on_the_cpu`."""
     model = make()
     trained = [value for value in model.parameters() if value.requires_grad]
     matrices, vectors = ([value for value in trained if (value.dim() > 1) == is_matrix] for is_matrix in (True, False))
@@ -152,7 +152,7 @@ def whole():
 
 
 def furthest(make, order):
-    """The worst step, relative to its norm; and the norms in f32."""
+    """The largest relative difference of a step's norm, and the norms in f32."""
     exact, rounded = (norms(make, order, is_rounded) for is_rounded in (False, True))
     return max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(exact, rounded)), exact
 

@@ -1,5 +1,5 @@
-"""Expected values for the figures of a classifier: scores, log loss, Brier score, TF-IDF and logistic regression by scikit-learn; Wilson's
-interval, the permutation test and the best temperature under querl's prior by scipy."""
+"""Expected values for the metrics of a classifier: scores, log loss, Brier score, TF-IDF and logistic regression by scikit-learn; Wilson's
+interval, the permutation test and the optimal temperature with querl's prior by scipy."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ from sklearn.metrics import accuracy_score, f1_score, log_loss, precision_recall
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "classification.json"
 
-# Class 3 occurs as a prediction alone, class 4 not at all.
+# Class 3 occurs only as a prediction, class 4 not at all.
 LABELS = [0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 0, 1, 2, 2]
 PREDICTED = [0, 0, 1, 0, 2, 1, 1, 3, 0, 2, 2, 1, 0, 1, 2, 2]
 PROPORTIONS = [(0, 5), (5, 6), (6, 6), (26, 26), (13, 26), (350, 420), (1, 420)]
-# Right or wrong by classifier and by the majority class, for each example.
+# Correctness of the classifier and of the majority class, per example.
 PAIRS = {
     "better": ([1, 1, 1, 0, 1, 1, 1, 1, 0, 1], [1, 0, 0, 0, 1, 0, 0, 0, 1, 0]),
     "equal": ([1, 0, 1, 0, 1, 0], [0, 1, 0, 1, 1, 0]),
@@ -57,7 +57,7 @@ def scores():
 
 
 def brier(labels, probabilities):
-    """As scikit-learn's `brier_score_loss(scale_by_half=False)`, which its older releases lack for several classes."""
+    """As scikit-learn's `brier_score_loss(scale_by_half=False)`, which older releases lack for more than two classes."""
     return float(np.mean(np.sum((probabilities - np.eye(probabilities.shape[1])[labels]) ** 2, axis=1)))
 
 
@@ -72,7 +72,7 @@ def probabilities():
         return log_loss(labels, special.softmax(logits / np.exp(log_temperature), axis=1), labels=range(4))
 
     def penalised(log_temperature):
-        """With the logarithm of the temperature normal around 0, standard deviation 0.7."""
+        """Prior: the logarithm of the temperature is normally distributed with mean 0 and standard deviation 0.7."""
         return loss(log_temperature) + (log_temperature / 0.7) ** 2 / (2 * len(labels))
 
     best = optimize.minimize_scalar(penalised, bounds=(np.log(0.05), np.log(20)), method="bounded", options={"xatol": 1e-12}).x

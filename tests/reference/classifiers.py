@@ -1,9 +1,9 @@
-"""Classifiers of transformers and PEFT on the checkpoints of decoders.py, with their logits, in golden/classifiers/<name>/, and torch's weighted and
+"""Golden classifiers of transformers and PEFT on the checkpoints of decoders.py, in golden/classifiers/<name>/, and torch's weighted and
 smoothed cross-entropy in golden/classifiers/loss.json.
 
-`qwen2` is a whole classifier as transformers 5 saves it, `qwen3` the same as `pytorch_model.bin` with `label_mapping.json`, `qwen3-peft` PEFT's
-adapter for sequence classification with the head in `modules_to_save`. `golden.json` holds texts as token ids, of different lengths,
-and the logits of all in one padded batch.
+`qwen2` is a complete classifier as transformers 5 saves it, `qwen3` the same as `pytorch_model.bin` with `label_mapping.json`, `qwen3-peft` PEFT's
+adapter for sequence classification with the head in `modules_to_save`. `golden.json` contains texts of different lengths as token ids, and the
+logits of all in one padded batch.
 """
 
 import json
@@ -27,8 +27,8 @@ FOLDER = GOLDEN / "classifiers"
 
 
 def texts(name, rng):
-    """Token ids. Of whole models the third text ends in the padding's id, whose hidden state transformers does not use; the adapter's base
-    names none in its config.json."""
+    """Token ids. For complete models the third text ends with the padding id, whose hidden state transformers does not use; the config.json of the
+    adapter's base has no padding id."""
     found = [torch.randint(3, VOCAB, (length,), generator=rng).tolist() for length in LENGTHS]
     if not name.endswith("peft"):
         found[2][-1] = PAD_ID
@@ -102,7 +102,7 @@ def adapted(name, base, seed):
     file = directory / "adapter_config.json"
     settings = json.loads(file.read_text())
     settings["base_model_name_or_path"] = base
-    settings["target_modules"] = sorted(settings["target_modules"])  # PEFT writes a set, in the order of the day
+    settings["target_modules"] = sorted(settings["target_modules"])  # PEFT writes a set in arbitrary order
     file.write_text(json.dumps(settings, indent=2) + "\n")
     mapping = {"id_to_label": dict(enumerate(LABELS)), "label_to_id": {label: id for id, label in enumerate(LABELS)}}
     (directory / "label_mapping.json").write_text(json.dumps(mapping, ensure_ascii=False, indent=2), encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Classifiers that `querl style train` writes, loaded in transformers and PEFT: equal probabilities.
+"""Classifiers written by `querl style train` have equal probabilities in transformers and PEFT.
 
 Usage: classifiers_readback.py QUERL MODEL_DIR DIALOGUES
 
-QUERL is the built command, MODEL_DIR a model with tokenizer (examples/tiny-qwen3), DIALOGUES labelled ones (examples/style/seed26.json).
-Trains every weight, and an adapter; for each compares what `querl style predict` says of all dialogues with what transformers says of them
-in one padded batch. Exits with 1 where a probability differs by more than 1e-4.
+QUERL is the built command, MODEL_DIR a model with tokenizer (examples/tiny-qwen3), DIALOGUES labelled dialogues (examples/style/seed26.json).
+Trains every weight, and an adapter; for each compares the output of `querl style predict` for all dialogues with transformers in one padded
+batch. Exits with 1 if a probability differs by more than 1e-4.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Shared by the scripts of this folder: where goldens go, the seed, and the loss that every model golden uses."""
+"""Shared by the scripts of this folder: the folder of the goldens, the seed, and the loss of every model golden."""
 
 import json
 import os
@@ -18,19 +18,19 @@ torch.use_deterministic_algorithms(True)
 
 
 def generator(seed):
-    """A generator of its own for each golden, so that adding one does not change the others."""
+    """A separate generator for each golden, so that an additional golden does not change the others."""
     return torch.Generator().manual_seed(seed)
 
 
 def next_token_loss(logits, input_ids, attention_mask):
-    """Mean cross-entropy of token t+1 given the tokens up to t, over targets that `attention_mask` keeps."""
+    """Mean cross-entropy of token t+1 given the tokens up to t, over the targets that `attention_mask` keeps."""
     targets = input_ids[:, 1:]  # (B, T-1)
     kept = attention_mask[:, 1:].bool()  # (B, T-1)
     return F.cross_entropy(logits[:, :-1][kept], targets[kept])
 
 
 def rounded(value):
-    """Tensors and floats as nested lists with 9 significant digits, which a float32 survives unchanged."""
+    """Tensors and floats as nested lists with 9 significant digits, which represent a float32 exactly."""
     if isinstance(value, torch.Tensor):
         return rounded(value.detach().tolist())
     if isinstance(value, float):

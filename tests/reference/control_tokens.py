@@ -1,8 +1,8 @@
-"""Ids of texts and prompts that contain control tokens as text, by transformers' split_special_tokens=True, in golden/control_tokens.json.
+"""Token ids of texts and prompts that contain control tokens as text, by transformers' split_special_tokens=True, in golden/control_tokens.json.
 
-transformers treats a whole text alike, and a prompt has control tokens of both kinds. So a prompt's reference is made of parts: the chat
-template is rendered with placeholders for the contents and cut at its control tokens; each part, contents put in, is encoded with
-split_special_tokens=True. With byte-level BPE nothing passes from one side of a control token to the other.
+transformers applies the option to a complete text, but a prompt has both the control tokens of the template and those of contents. Therefore a
+prompt's reference is assembled: the chat template is rendered with placeholders for the contents and split at its control tokens; each part, with
+the contents inserted, is encoded with split_special_tokens=True. With byte-level BPE no merge crosses a control token.
 """
 
 import re
@@ -45,7 +45,7 @@ CONVERSATIONS = {
 TEMPLATES = {
     "chatml": "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}",
-    # Trims, and the content at the edge of a control token.
+    # A template that trims contents and has no newline between a content and the end of its turn.
     "trimmed": "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}",
 }

@@ -1,4 +1,4 @@
-"""Loads the splits and tables that a run wrote with datasets, pandas, pyarrow and openpyxl.
+"""Loads the splits and tables of a run with datasets, pandas, pyarrow and openpyxl.
 
 Usage: datasets_readback.py RUN/data
 """

@@ -1,8 +1,8 @@
 """Tiny random Qwen2, Qwen3, Llama and Mistral checkpoints with their logits and gradients, in golden/decoders/<name>/; and with
 log-probabilities of one row of 4,096 tokens, in golden/decoders/long-<name>/.
 
-Weights are far from their usual initial values (norm weights not 1, biases not 0, attention not uniform),
-so that a missing norm, bias, head group or rotation changes the logits by far more than rounding.
+Weights are far from their usual initial values (norm weights not 1, biases not 0, attention not uniform), so that a missing norm, bias, head
+group or rotation changes the logits by far more than rounding.
 """
 
 import json
@@ -47,7 +47,7 @@ QWEN3 = QWEN | {
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False, "rope_scaling": None}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 
-# name: (seed, config, valid tokens of each row)
+# name: (seed, config, number of valid tokens of each row)
 VARIANTS = {
     "qwen2-tied": (
         11,
@@ -108,7 +108,7 @@ VARIANTS = {
         },
         (12, 7),
     ),
-    # Of the 8 frequencies of a head, some are kept, some scaled in part and some in full.
+    # Of the 8 frequencies of a head, some are unscaled, some partly and some fully scaled.
     "llama3-scaled": (
         17,
         LLAMA
@@ -144,7 +144,7 @@ VARIANTS = {
     ),
 }
 
-# RoPE scaling under both keys and both names of the type, sliding windows on all layers and on some.
+# RoPE scaling under both keys and with both names of the type, sliding windows on all layers and on some.
 NARROW = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -155,7 +155,7 @@ NARROW = {
     "tie_word_embeddings": True,
 }
 VARIANTS |= {
-    # As Qwen2.5's model card describes it.
+    # As in Qwen2.5's model card.
     "yarn-scaling": (
         21,
         QWEN2
@@ -268,7 +268,7 @@ def randomise(model, rng):
 
 
 def inputs(lengths, rng):
-    """Token ids and mask. Row 0 holds the padding id as a real token: a mask made from ids goes wrong."""
+    """Token ids and mask. Row 0 contains the padding id as a normal token, so that a mask derived from ids is wrong."""
     input_ids = torch.randint(3, VOCAB, (BATCH, TOKENS), generator=rng)
     attention_mask = torch.tensor([[int(t < length) for t in range(TOKENS)] for length in lengths])
     input_ids[0, 4] = PAD_ID
@@ -286,7 +286,7 @@ def checkpoint(name, seed, overrides):
     directory = GOLDEN / "decoders" / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    # The configuration as released checkpoints carry it; transformers 5 writes another form, saved next to it.
+    # The configuration in the form of released checkpoints; transformers 5 writes another form, which is saved next to it.
     classic = json.dumps(dict(sorted((SHARED | overrides).items())), indent=2) + "\n"
     (directory / "config.json").write_text(classic)
 
@@ -329,7 +329,7 @@ def make(name, seed, overrides, lengths):
 
 
 def make_long(name, seed, overrides):
-    """One row of 4,096 tokens: log-probabilities of the next token at some positions, the last ones among them."""
+    """One row of 4,096 tokens: log-probabilities of the next token at some positions, including the last ones."""
     directory, model, rng = checkpoint(name, seed, overrides)
     input_ids = torch.randint(3, VOCAB, (1, LONG_TOKENS), generator=rng)
     positions = torch.tensor(sorted({*range(0, LONG_TOKENS - 1, 61), *range(LONG_TOKENS - 33, LONG_TOKENS - 1)}))

@@ -1,7 +1,7 @@
-"""querl's dropout masks, which depend on seed, layer and a row's tokens up to itself, in the place of PEFT's.
+"""querl's dropout masks in place of PEFT's. They depend on the seed, the layer, and the tokens of a row up to a position.
 
-The numbers are SplitMix's (Steele, Lea and Flood 2014). A row's key is made from the key of the row before it and its token; a layer's
-stream begins with the mix of both, and each 64 bits decide on two neighbouring inputs.
+Random numbers are from SplitMix64 (Steele, Lea and Flood 2014). The key of a position is computed from the previous key and the token; the stream
+of a layer starts with a mix of key and layer, and each 64 bits decide on two adjacent inputs.
 """
 
 import torch
@@ -28,7 +28,7 @@ def layer_seed(seed, path):
 
 
 def mask(key, layer, width, probability):
-    """What each input of a row is multiplied by."""
+    """The factor of each input of a row."""
     threshold, state, factors = int(probability * (2**32 - 1)), mix(key ^ layer), []
     while len(factors) < width:
         state = state + STEP & BITS
@@ -38,7 +38,7 @@ def mask(key, layer, width, probability):
 
 
 class Masked(torch.nn.Module):
-    """Multiplies the rows of a batch `(B, T, in)` by masks of its own."""
+    """Multiplies each row of a batch `(B, T, in)` by its own mask."""
 
     def __init__(self, keys, layer, probability):
         super().__init__()
@@ -50,7 +50,7 @@ class Masked(torch.nn.Module):
 
 
 def use_masks(model, probability, seed, input_ids):
-    """Puts a PEFT model into training with these masks for this batch."""
+    """Sets a PEFT model to training mode with these masks for this batch."""
     keys = []
     for tokens in input_ids.tolist():
         row = [0]

@@ -1,10 +1,10 @@
-"""Tiny random BERT and XLM-RoBERTa checkpoints with what transformers makes of a few texts, in golden/encoders/<name>/.
+"""Tiny random BERT and XLM-RoBERTa checkpoints with transformers' results for a few texts, in golden/encoders/<name>/.
 
-Embedding models (BERT with the first token's state, XLM-RoBERTa with the mean) and cross-encoders with one label. Weights are far from
-their usual initial values, so that a missing norm, bias, position or token type shows. Texts are of different lengths, one is longer
-than the model takes, so that padding and cutting show too. Tokenizers are of three kinds: one token a character; WordPiece as the bge models for
-Chinese have it; Unigram behind a table of characters as bge-m3 and bge-reranker-base have it, its second texts of another type, which
-XLM-RoBERTa must pass over.
+Embedding models (BERT with CLS pooling, XLM-RoBERTa with mean pooling) and cross-encoders with one label. Weights are far from their usual
+initial values, so that a missing norm, bias, position or token type is detected. Texts have different lengths and one exceeds the model's maximum,
+so that padding and truncation are tested. There are three kinds of tokenizers: one token per character; WordPiece as in bge models for Chinese;
+Unigram with a normalization table as in bge-m3 and bge-reranker-base, whose second texts have another token type, which XLM-RoBERTa must
+ignore.
 """
 
 import json
@@ -21,7 +21,7 @@ disable_progress_bar()
 
 TEXTS = ["鱼油怎么吃", "深海鱼油软胶囊一天两粒，饭后服用。", "价格", "饭" * 60]
 QUERY = "鱼油一天吃几粒"
-# With letters, accents, full width, runs of spaces and a character that no vocabulary has.
+# With letters, accents, full-width characters, runs of spaces and a character that no vocabulary has.
 MIXED = ["FishOil 1000mg怎么吃", "Ｆｉｓｈ　oil，一天 两粒 café fishoiled", "价格  ①龘", "fish" * 40 + "饭" * 20]
 MIXED_QUERY = "ＥＰＡ fish oil 一天吃几粒"
 
@@ -38,7 +38,7 @@ BERT = SHARED | {"model_type": "bert", "max_position_embeddings": 40, "type_voca
 ROBERTA = SHARED | {"model_type": "xlm-roberta", "max_position_embeddings": 42, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 ROBERTA |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 
-# name: (seed, config, tokenizer, what is made of it)
+# name: (seed, config, tokenizer, kind of result)
 VARIANTS = {
     "bert-cls": (61, BERT | {"pad_token_id": 0}, "characters", "cls"),
     "xlm-roberta-mean": (62, ROBERTA, "characters", "mean"),
@@ -53,7 +53,7 @@ ROBERTA_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
 
 
 def characters(kind):
-    """One token a character, in the frame of the model."""
+    """One token per character, between the special tokens of the model."""
     special = BERT_TOKENS if kind == "bert" else ROBERTA_TOKENS
     letters = sorted(set("".join(TEXTS) + QUERY))
     vocab = {token: index for index, token in enumerate(special + letters)}
@@ -70,7 +70,7 @@ def characters(kind):
 
 
 def wordpiece():
-    """As bge-small-zh: letters folded, accents off, Chinese characters alone, longest pieces first."""
+    """As bge-small-zh: lower case, without accents, each Chinese character separate, longest match first."""
     pieces = ["fish", "oil", "##oil", "##ed", "##mg", "1000", "100", "##0", "cafe", "epa", "##a", "f", "，"]
     letters = sorted({letter for letter in "".join(MIXED) + MIXED_QUERY if "一" <= letter <= "鿿" and letter != "龘"})
     vocab = {token: index for index, token in enumerate(BERT_TOKENS + pieces + letters)}
@@ -84,9 +84,9 @@ def wordpiece():
 
 
 def charsmap(rules):
-    """A table of replacements in SentencePiece's form: the length of a double array, the array, the replacements with zeros after them.
+    """A normalization table in SentencePiece's format: length of a double array, the array, the zero-terminated replacements.
 
-    Each node has a block of 256 units of its own: a child stands at the block's start plus its byte, what a node stands for at the start.
+    Each node has its own block of 256 units: a child is at the block's start plus its byte, the node's value at the start.
     """
     nodes, values, texts = {b"": 0}, {}, b""
     for source, text in rules.items():
@@ -107,7 +107,7 @@ def charsmap(rules):
 
 
 def unigram():
-    """As bge-m3: a table of characters, runs of spaces as one, words begun by a mark, the likeliest pieces."""
+    """As bge-m3: a normalization table, runs of spaces merged, a marker before each word, most likely segmentation."""
     pieces = {"▁": -2.0, "▁fish": -3.0, "fish": -4.0, "▁Fish": -3.5, "oil": -3.0, "▁oil": -3.0, "Oil": -3.5, "ed": -4.0, "mg": -4.0}
     pieces |= {"1000": -4.0, "1": -5.0, "0": -5.0, "cafe": -6.0, "c": -7.0, "a": -7.0, "f": -7.0, "é": -7.0, "EPA": -5.0, "F": -7.0}
     pieces |= {"一天": -4.0, "▁一天": -4.5, "怎么吃": -3.0, ",": -4.0}
@@ -162,7 +162,7 @@ def make(name, seed, settings, sort, made):
     tokens.backend_tokenizer.save(str(folder / "tokenizer.json"))
     longest = settings["max_position_embeddings"] - (0 if kind == "bert" else settings["pad_token_id"] + 1)
     cut = {"padding": True, "truncation": "longest_first", "max_length": longest, "return_tensors": "pt"}
-    # transformers' own tokenizers of XLM-RoBERTa give none, and the network has one type.
+    # transformers' XLM-RoBERTa tokenizers return no token types, and the network has only one.
     with_types = kind == "bert"
     with torch.no_grad():
         if made == "scores":

@@ -1,9 +1,9 @@
-"""Loads a model and an adapter that querl made in transformers and PEFT and compares log-probabilities with querl's own.
+"""Loads a model and an adapter made by querl in transformers and PEFT, and compares log-probabilities with querl's.
 
     python exchange.py QUERL MODEL_DIR ADAPTER_DIR ROWS_JSONL
 
-QUERL is the built command; ROWS_JSONL a dataset split of a run (`data/val.jsonl`). Exits with 1 where tokens differ or a
-log-probability is off by more than 1e-4.
+QUERL is the built command; ROWS_JSONL a dataset split of a run (`data/val.jsonl`). Exits with 1 if tokens differ or a log-probability differs
+by more than 1e-4.
 """
 
 import json
@@ -48,7 +48,7 @@ def main(querl, model_dir, adapter_dir, rows):
     tuned = of_querl(querl, model_dir, texts, "--adapter", adapter_dir)
     if [line["token_ids"] for line in base] != tokens:
         sys.exit("the tokens differ")
-    # PEFT changes the base in place: the bare model is compared first.
+    # PEFT modifies the base in place, so that the base model is compared first.
     differences = {"base": worst_difference(model, base)}
     differences["adapter"] = worst_difference(PeftModel.from_pretrained(model, adapter_dir), tuned)
     for name, difference in differences.items():

@@ -1,10 +1,10 @@
-"""What `querl model merge` and `querl model export` write, loaded in transformers and PEFT: equal logits, complete folders.
+"""Outputs of `querl model merge` and `querl model export` in transformers and PEFT: equal logits, complete folders.
 
 Usage: exports.py QUERL MODEL_DIR
 
-QUERL is the built command, MODEL_DIR a model with tokenizer and chat template (examples/tiny-qwen3). PEFT makes an adapter of
-each kind on it with random values. For each kind: querl's log-probabilities with the adapter, the model that querl merged, and
-the adapter that querl wrote again, all against PEFT's own unmerged model. Exits with 1 where anything differs.
+QUERL is the built command, MODEL_DIR a model with tokenizer and chat template (examples/tiny-qwen3). PEFT makes an adapter of each kind on it
+with random values. For each kind, querl's log-probabilities with the adapter, the model merged by querl, and the adapter rewritten by querl are
+compared with PEFT's unmerged model. Exits with 1 if anything differs.
 """
 
 import json
@@ -25,11 +25,11 @@ from transformers.utils.logging import disable_progress_bar
 disable_progress_bar()
 warnings.filterwarnings("ignore", category=UserWarning, module="peft")
 
-LOGITS = 1e-5  # of the largest logit
+LOGITS = 1e-5  # relative to the largest logit
 LOGPROBS = 1e-4
 LINES = ["深海鱼油一天吃几粒", "<|im_start|>user\n维生素D和钙可以一起吃吗<|im_end|>\n<|im_start|>assistant\n"]
 
-# name: what differs from plain LoRA on all linear layers
+# name: differences from plain LoRA on all linear layers
 KINDS = {
     "lora": {},
     "rslora": {"use_rslora": True},
@@ -60,7 +60,7 @@ def logits(model, tokens):
 
 
 def worst(found, expected):
-    """Largest difference over the largest expected value."""
+    """Largest difference relative to the largest expected value."""
     scale = max(tensor.abs().max().item() for tensor in expected)
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)) / scale
 
@@ -72,12 +72,12 @@ def make_adapter(model_dir, seed, overrides, directory):
     randomise(model, rng)
     for name, parameter in model.named_parameters():
         if "lora_A" in name or "lora_B" in name or "lora_embedding" in name:
-            parameter.data.mul_(0.3)  # the model stays one: logits of a usual size
+            parameter.data.mul_(0.3)  # keeps the logits at a usual size
     model.save_pretrained(directory, save_embedding_layers="embed_tokens" in settings["target_modules"])
 
 
 def check_folder(directory, source, dtype):
-    """What transformers and vLLM look for in a folder: each weight once, types, tokenizer, template, generation settings."""
+    """Checks what transformers and vLLM need in a folder: each weight once, types, tokenizer, template, generation settings."""
     config = json.loads((directory / "config.json").read_text())
     assert config["architectures"] and config["model_type"] and config["dtype"] == dtype, config
     index = json.loads((directory / "model.safetensors.index.json").read_text())
@@ -135,7 +135,7 @@ def check_kind(querl, model_dir, kind, seed, work):
 
 
 def check_types(querl, model_dir, work):
-    """A model and an adapter in another type hold exactly the rounded values."""
+    """A model and an adapter converted to another type contain exactly the rounded values."""
     for name, dtype in {"f16": torch.float16, "bf16": torch.bfloat16}.items():
         out = work / name
         run(querl, "model", "export", "--model", model_dir, "--out", out, "--dtype", name, "--max-shard-size", "1MB")

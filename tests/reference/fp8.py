@@ -1,4 +1,4 @@
-"""Numbers of 8 bits (e4m3) as torch makes them: golden/fp8.json."""
+"""8-bit floats (e4m3) as converted by torch: golden/fp8.json."""
 
 from common import GOLDEN, write_json
 import torch
@@ -9,7 +9,7 @@ random = torch.empty(64).uniform_(-448, 448, generator=torch.Generator().manual_
 small = torch.empty(32).uniform_(-0.02, 0.02, generator=torch.Generator().manual_seed(2))
 values = torch.cat([numbers, -numbers[1:], middles, -middles, random, small])
 golden = {
-    "numbers": numbers.tolist(),  # what the codes 0 to 126 stand for
+    "numbers": numbers.tolist(),  # the values of the codes 0 to 126
     "values": values.tolist(),
     "codes": values.to(torch.float8_e4m3fn).view(torch.uint8).tolist(),
 }

@@ -1,7 +1,7 @@
 """Logits processors, greedy decoding and beam search, in golden/generation.json.
 
-Processors see the answer alone as their input ids, in the order of `_get_logits_processor`: querl's limits never look at the
-prompt. Searches run on the checkpoints that decoders.py writes; a stop token is one that the greedy answer holds.
+Processors get only the response as input ids, in the order of `_get_logits_processor`: querl's limits do not depend on the prompt. Searches run on
+the checkpoints of decoders.py; a stop token is a token of the greedy response.
 """
 
 from common import GOLDEN, generator, write_json
@@ -74,7 +74,7 @@ def processed():
             "name": name,
             "settings": settings,
             "logits": logits[0],
-            # Tokens that can be drawn, and the log-probability of each.
+            # Tokens with nonzero probability, and the log-probability of each.
             "kept": logprobs.isfinite().nonzero().flatten(),
             "logprobs": logprobs[logprobs.isfinite()],
         })  # fmt: skip

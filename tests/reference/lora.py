@@ -1,7 +1,7 @@
 """PEFT LoRA adapters on the checkpoints of decoders.py, with logits and gradients, in golden/lora/<name>/.
 
-Everything that is trained is random: with PEFT's initial B of zeros the gradient of A would vanish and the scale would not
-show; with its initial magnitudes and copies a program that ignores them would be right.
+All trained tensors are random: with PEFT's initial B of zeros the gradient of A would be 0 and the scale would have no effect; with its initial
+magnitudes and copies a program that ignores them would be correct.
 """
 
 import json
@@ -16,13 +16,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-# PEFT warns of tied weights and of saved embeddings, which is what these goldens are about.
+# PEFT warns about tied weights and saved embeddings, which these goldens test.
 warnings.filterwarnings("ignore", category=UserWarning, module="peft")
 
 RANK, ALPHA = 4, 8
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-# name: (base checkpoint, seed, what differs from plain LoRA on all linear layers)
+# name: (base checkpoint, seed, differences from plain LoRA on all linear layers)
 VARIANTS = {
     "qwen2-tied": ("qwen2-tied", 21, {}),
     "qwen2-tied-rslora": ("qwen2-tied", 21, {"use_rslora": True}),
@@ -30,7 +30,7 @@ VARIANTS = {
     "qwen3-tied-rslora": ("qwen3-tied", 22, {"use_rslora": True}),
     "qwen2-untied-dora": ("qwen2-untied", 23, {"use_dora": True}),
     "qwen3-tied-dora-rslora": ("qwen3-tied", 24, {"use_dora": True, "use_rslora": True}),
-    # The first pattern that fits counts; PEFT's own order is that of the file. A regular expression picks the layers.
+    # The first matching pattern counts; PEFT uses the order of the file. A regular expression selects the layers.
     "qwen3-untied-patterns": (
         "qwen3-untied",
         25,
@@ -47,32 +47,32 @@ VARIANTS = {
         26,
         {"target_modules": ["self_attn.q_proj", "down_proj"], "layers_to_transform": [1]},
     ),
-    # Of a tied pair: one copy of the embedding alone, two copies apart, one copy for both.
+    # Tied embeddings: one copy of the embedding, two separate copies, one copy for both.
     "qwen3-tied-embedding": ("qwen3-tied", 27, {"modules_to_save": ["embed_tokens"]}),
     "qwen2-tied-copies": ("qwen2-tied", 28, {"modules_to_save": ["embed_tokens", "lm_head"]}),
     "qwen2-tied-copy": ("qwen2-tied", 29, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     "qwen3-untied-head": ("qwen3-untied", 30, {"modules_to_save": ["lm_head"], "use_dora": True}),
-    # Low-rank matrices on embedding and head.
+    # LoRA on embedding and head.
     "qwen2-untied-ends": ("qwen2-untied", 31, {"target_modules": ["v_proj", "embed_tokens", "lm_head"]}),
-    # With querl's masks in the place of PEFT's (dropout.py).
+    # With querl's dropout masks in place of PEFT's (dropout.py).
     "qwen3-tied-dropout": ("qwen3-tied", 34, {"lora_dropout": 0.25}),
     "qwen2-untied-dora-dropout": ("qwen2-untied", 35, {"lora_dropout": 0.25, "use_dora": True}),
     "qwen3-tied-bf16": ("qwen3-tied", 32, {}),
     "qwen2-tied-f16": ("qwen2-tied", 33, {}),
 }
 
-# What a file keeps its tensors in, where that is not float32.
+# Type of the tensors in the file, if not float32.
 DTYPES = {"qwen3-tied-bf16": torch.bfloat16, "qwen2-tied-f16": torch.float16}
 
 
 def saved_key(name):
-    """`...lora_A.default.weight` in memory is `...lora_A.weight` in the file: the adapter's name is dropped."""
+    """`...lora_A.default.weight` in memory is `...lora_A.weight` in the file, without the adapter's name."""
     name = name.replace(".modules_to_save.default.", ".").replace("_vector.default.weight", "_vector")
     return name.replace(".default.", ".").removesuffix(".default")
 
 
 def tidy_config(path, base_name):
-    """The base by name instead of by path, and lists in a fixed order (PEFT writes a set)."""
+    """Replaces the base's path by its name, and sorts lists, because PEFT writes sets."""
     config = json.loads(path.read_text())
     config["base_model_name_or_path"] = base_name
     for key in ("target_modules", "modules_to_save"):

@@ -1,7 +1,7 @@
-"""PPO, KL, entropy and optimizer values in golden/ppo.json: verl's own functions on seeded float32 tensors.
+"""PPO, KL, entropy and optimizer values in golden/ppo.json: verl's functions on seeded float32 tensors.
 
-Masked positions of the inputs hold large values on purpose: anything that reads them shows.
-Values of the outputs at masked positions are whatever verl leaves there; compare where the mask is 1.
+Masked positions of the inputs contain large values, so that reading them is detected. Outputs at masked positions are arbitrary values of verl;
+compare only where the mask is 1.
 """
 
 from common import GOLDEN, generator, write_json
@@ -19,7 +19,7 @@ BATCH, TOKENS, VOCAB = 4, 7, 5
 RAGGED = torch.tensor(
     [[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]], dtype=torch.float32
 )
-# Tokens that the policy did not write (a tool's answer) in the middle of a response.
+# Tokens in the middle of a response that the policy did not generate, such as the output of a tool.
 INTERIOR = torch.tensor(
     [[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 1, 0]], dtype=torch.float32
 )
@@ -67,13 +67,13 @@ def whitening():
 
 
 def group_advantages():
-    """Three queries; responses of one stand apart from each other, and one query has a single response."""
+    """Three queries; the responses of one are not adjacent, and one query has a single response."""
     rng = generator(40)
     index = np.array([4, 7, 4, 9, 7, 4])
     mask = torch.cat([RAGGED, RAGGED[:2]])
     rewards = 0.05 * torch.randn(len(index), TOKENS, generator=rng)
     rewards[torch.arange(len(index)), last_valid(mask)] += torch.randn(len(index), generator=rng)
-    rewards = rewards * mask  # verl sums whole rows here
+    rewards = rewards * mask  # verl sums over complete rows here
     grpo = core_algos.compute_grpo_outcome_advantage
     config = AlgoConfig(gamma=0.99)
     plus_plus, returns = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
@@ -93,7 +93,7 @@ def importance():
     rng = generator(41)
     rollout = -1.5 * torch.rand(BATCH, TOKENS, generator=rng) - 0.1
     old = rollout + 0.5 * torch.randn(BATCH, TOKENS, generator=rng)
-    old[0, 0], old[1, 0] = rollout[0, 0] + 30.0, rollout[1, 0] - 30.0  # beyond the bound on the exponent
+    old[0, 0], old[1, 0] = rollout[0, 0] + 30.0, rollout[1, 0] - 30.0  # beyond the clamp of the log-ratio
     old, rollout = poison(old, RAGGED, 9.0), poison(rollout, RAGGED, -9.0)
     cases = {}
     for level in ["token", "sequence"]:
@@ -135,13 +135,13 @@ def policy_loss():
     old = -1.5 * torch.rand(BATCH, TOKENS, generator=rng) - 0.1
     new = old + 0.3 * torch.randn(BATCH, TOKENS, generator=rng)
     advantages = torch.randn(BATCH, TOKENS, generator=rng)
-    # Ratios above 3 with a negative advantage, where alone the dual clip binds.
+    # Ratios above 3 with a negative advantage, where only the dual clip is active.
     for row, token in [(0, 1), (1, 3), (3, 4)]:
         new[row, token] = old[row, token] + 1.5
         advantages[row, token] = -0.5 - 0.3 * row
     old, new, advantages = poison(old, RAGGED, -9.0), poison(new, RAGGED, -2.0), poison(advantages, RAGGED, 70.0)
 
-    off = 1e9  # a bound so high that the dual clip never binds; verl cannot switch it off
+    off = 1e9  # a bound at which the dual clip is never active; verl cannot disable it
     far = new.clone()
     far[0, 0], far[1, 0] = old[0, 0] - 25.0, old[1, 0] + 25.0  # beyond the clamp of the log-ratio at 20
     far_advantages = advantages.clone()
@@ -182,17 +182,17 @@ def other_policy_loss_case(function, old_log_prob, log_prob, advantages, clip_lo
 
 
 def other_policy_losses():
-    """GSPO, CISPO and the plain log-likelihood (`gpg`)."""
+    """GSPO, CISPO and the plain log-likelihood loss (`gpg`)."""
     rng = generator(42)
     old = -1.5 * torch.rand(BATCH, TOKENS, generator=rng) - 0.1
     new = old + 0.3 * torch.randn(BATCH, TOKENS, generator=rng)
-    # Mean log-ratios of a response on either side of a narrow clip range, with advantages of either sign.
+    # Mean log-ratios of a response below and above a narrow clip range, with advantages of both signs.
     new = new + torch.tensor([0.25, -0.25, 0.3, -0.02]).unsqueeze(-1)
     advantages = torch.randn(BATCH, TOKENS, generator=rng)
     of_responses = torch.tensor([0.8, -0.6, -1.1, 0.4]).unsqueeze(-1).expand(BATCH, TOKENS).clone()
     is_weights = 0.5 + torch.rand(BATCH, TOKENS, generator=rng)
     far = new.clone()
-    far[0], far[1] = old[0] - 25.0, old[1] + 12.0  # beyond the bound of a log-ratio at -20, and of a mean one at 10
+    far[0], far[1] = old[0] - 25.0, old[1] + 12.0  # beyond the clamp of a log-ratio at -20, and of a mean log-ratio at 10
     inputs = {"old_log_prob": poison(old, RAGGED, -9.0), "log_prob": poison(new, RAGGED, -2.0)}
     inputs |= {"log_prob_far": poison(far, RAGGED, -2.0)}
     inputs |= {"advantages": poison(advantages, RAGGED, 70.0), "advantages_of_responses": of_responses}
@@ -248,8 +248,8 @@ def value_loss():
 
 
 def huber(vpreds, returns, values, cliprange):
-    """verl has no Huber loss: torch's, in the place of the square."""
-    leaf = (3.0 * vpreds).requires_grad_()  # some errors on either side of 1
+    """verl has no Huber loss: uses torch's instead of the squared error."""
+    leaf = (3.0 * vpreds).requires_grad_()  # some errors below and some above 1
     clipped = torch.clamp(leaf, values - cliprange, values + cliprange)
     plain, bounded = (torch.nn.functional.huber_loss(v, returns, reduction="none") for v in (leaf, clipped))
     loss = torch_functional.masked_mean(torch.max(plain, bounded), RAGGED)

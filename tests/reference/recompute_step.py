@@ -12,10 +12,10 @@ config.resolved.toml this script computes
 - policy, KL and value loss of the first mini-batch before any update, where every ratio is 1;
 - every metric of metrics.jsonl that is a mean, a maximum or a minimum of these.
 
-Each part starts from the recorded values of the part before, so that a difference names its cause. Numbers must agree to
-`--tolerance` times the larger of 1 and the number itself: both sides compute in float32 and float64 in another order. The losses
-are of log-probabilities that the update computed again, whose rounding is that of `rollout_probs_diff` (1e-5 on a CPU; on a GPU
-up to 5e-2: name a larger tolerance there). Exit code 1 where anything differs. Needs numpy alone (Python 3.11).
+Each part starts from the recorded values of the previous part, so that a difference shows its cause. Numbers must agree to
+`--tolerance` times the larger of 1 and the number itself: both sides compute in float32 and float64 in different orders. The losses
+use log-probabilities that the update computed again, whose rounding error is `rollout_probs_diff` (1e-5 on a CPU; up to 5e-2 on a GPU:
+set a larger tolerance there). Exit code 1 if anything differs. Needs only numpy (Python 3.11).
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 DTYPES = {"F32": np.float32, "F64": np.float64, "U32": np.uint32, "U8": np.uint8}
-# Log-ratios are clamped to this, the k3 estimate to that.
+# Log-ratios are clamped to the first, the k3 estimate to the second.
 MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0
 EPSILON = 1e-6
 
@@ -43,7 +43,7 @@ def read_safetensors(path):
 
 
 class Step:
-    """A record with one row per response for each tensor of tokens."""
+    """A record of a step; per-token tensors have one row per response."""
 
     def __init__(self, path):
         self.tensors = read_safetensors(path)
@@ -62,7 +62,7 @@ class Step:
 
 
 class Checks:
-    """Compares numbers and counts what differs."""
+    """Compares numbers and counts differences."""
 
     def __init__(self, tolerance):
         self.tolerance, self.n, self.failures, self.worst = tolerance, 0, [], 0.0
@@ -75,7 +75,7 @@ class Checks:
             return
         error = np.abs(computed - expected) / np.maximum(1.0, np.abs(expected))
         worst = float(np.max(error, initial=0.0))
-        # A comparison with NaN is false.
+        # A comparison with NaN is always false.
         if not worst <= self.tolerance:
             at = int(np.argmax(np.nan_to_num(error, nan=np.inf)))
             values = f"{computed.flat[at]:.9g}, recorded {expected.flat[at]:.9g}"
@@ -118,7 +118,7 @@ def shaped_scores(rl, step, deviation):
 
 
 def anchor_of(rl, step):
-    """The reward that counts in each group as that of one more response, as an array of one or none."""
+    """The anchor reward, which each group's baseline counts as one more response: an array of length one or zero."""
     anchor = rl.get("anchor_baseline")
     return np.array([] if anchor is None else [scaled(rl, float(anchor), step.scalar("score_deviation"))], float)
 
@@ -161,7 +161,7 @@ def discounted(rewards, gamma):
 
 
 def totals_of(rewards):
-    """The sum of each response's rewards in float32 and in order, since a group's deviation may be as small as its rounding."""
+    """The sum of each response's rewards in float32 and in order, because the deviation of a group may be as small as its rounding error."""
     return np.array([np.cumsum(row.astype(np.float32), dtype=np.float32)[-1] for row in rewards], np.float64)
 
 
@@ -191,7 +191,7 @@ def group_baseline(algorithm, totals, groups, anchor):
 
 
 def estimate(rl, step, rewards):
-    """Advantages and returns of a batch; the latter `None` without a critic."""
+    """Advantages and returns of a batch; returns are `None` without a critic."""
     algorithm, is_sequence = rl["algorithm"], rl["advantage_form"] == "sequence"
     whitened = whiten if rl["whiten_advantages"] else lambda rows: rows
     repeat = lambda column: [np.full(len(row), value) for row, value in zip(rewards, column)]
@@ -216,7 +216,7 @@ def estimate(rl, step, rewards):
 
 
 def importance(rl, logprobs, sampled):
-    """Weights of tokens that another distribution sampled; `None` where all are 1."""
+    """Importance weights of tokens sampled from another distribution; `None` if all are 1."""
     if not rl["off_by_one"] and all(np.array_equal(p, q) for p, q in zip(logprobs, sampled)):
         return None
     weight = lambda ratio: np.minimum(np.exp(np.clip(ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)), rl["importance_cap"])
@@ -243,7 +243,7 @@ def loss_weights(rl, lengths):
 
 
 def policy_loss(rl, advantages, logprobs, weights, importances):
-    """With ratios of 1: the clip is not active, and the dual clip, above 1, is not either."""
+    """The policy loss with all ratios 1, where neither the clip nor the dual clip, which is above 1, is active."""
     ones = importances or [np.ones_like(row) for row in advantages]
     if rl["advantage_form"] == "sequence":
         return sum(-row[0] * one[0] / len(advantages) for row, one in zip(advantages, ones))
@@ -295,7 +295,7 @@ def metrics_of(rl, step, rewards, advantages, importances):
         compared = [np.append(totals[rows], anchor_of(rl, step)) for rows in members(step.groups)]
         compared = [values for values in compared if len(values) >= 2]
         metrics["frac_reward_zero_std"] = sum(map(is_flat, compared)) / max(len(compared), 1)
-    if rl["n_samples"] >= 2 and "loss_agg" in rl:  # runs of earlier versions lack both
+    if rl["n_samples"] >= 2 and "loss_agg" in rl:  # runs of earlier versions have neither
         scores = step.tensors["scores"].astype(np.float64)
         deviations = [scores[rows].std(ddof=1) for rows in members(step.groups) if len(rows) >= 2]
         metrics["reward_std"] = sum(deviations) / max(len(deviations), 1)
@@ -314,7 +314,7 @@ def metrics_of(rl, step, rewards, advantages, importances):
 
 
 def next_kl_coef(rl, step, kl):
-    """The coefficient of the step after `step`, adapted to its KL."""
+    """The KL coefficient of the step after `step`, adapted to its KL."""
     coefficient = step.scalar("kl_coef")
     if rl["kl_target"] <= 0:
         return coefficient
@@ -333,20 +333,20 @@ def check_losses(rl, step, checks, metrics, importances):
         losses["actor/kl_loss"] = sum((row * weight).sum() for row, weight in zip(kl, weights))
     if step.has("values"):
         losses["critic/vf_loss"] = value_loss(rl, pick(step.rows("values")), pick(step.rows("returns")))
-    # The critic takes a step for each mini-batch, whether or not the policy is updated.
+    # The critic takes one step per mini-batch, whether or not the policy is updated.
     n_mini_batches = -(-len(step.lengths) // rl["mini_batch_size"]) * rl["ppo_epochs"]
     for name, loss in losses.items():
         if not step.has(f"first/{name}"):
             continue  # critic_warmup_steps: the policy was not updated
         checks.compare(f"{name} of the first mini-batch", loss, step.scalar(f"first/{name}"))
-        # metrics.jsonl has the mean over all optimizer steps, and only the first is before an update.
+        # metrics.jsonl has means over all optimizer steps; only the first one precedes any update.
         n_updates = metrics.get("actor/n_updates") if name.startswith("actor/") else n_mini_batches
         if n_updates == 1:
             checks.compare(f"{name} in metrics.jsonl", loss, metrics[name])
 
 
 def check(rl, step, metrics, expected, checks):
-    """Compares one step. `expected`: what earlier steps say of its KL coefficient and its deviation of scores, where they are known."""
+    """Compares one step. `expected`: its KL coefficient and score deviation as computed from earlier steps, if known."""
     for name, value in expected.items():
         checks.compare(f"{name} from the steps before", step.scalar(name), value)
     logprobs, sampled = step.rows("logprobs"), step.rows("rollout_logprobs")
@@ -370,7 +370,7 @@ def check(rl, step, metrics, expected, checks):
 
 
 def read_metrics(path):
-    """Metrics of the training steps of `rl`, by step; those of evaluations are on lines of their own."""
+    """Metrics of the training steps of `rl`, by step; evaluations have separate lines."""
     metrics = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(line)
@@ -390,7 +390,7 @@ def main():
         sys.exit(f'{args.run}/rl/steps: no records; train with `--set rl.record=full`')
     rl = tomllib.loads((args.run / "config.resolved.toml").read_text(encoding="utf-8"))["rl"]
     metrics = read_metrics(args.run / "metrics.jsonl")
-    # Scores of all steps so far, while none is missing; the coefficient that follows from the step before.
+    # Scores of all steps so far, if no step is missing; the coefficient computed from the previous step.
     all_scores, kl_coef, before = [], None, 0
     n_failed = n_checked = 0
     for step in map(Step, paths):

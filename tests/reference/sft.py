@@ -1,7 +1,7 @@
-"""Fifty steps of transformers' Trainer on a PEFT adapter, and the factors of three schedules, in golden/sft.json.
+"""Fifty steps of transformers' Trainer on a PEFT adapter, and the learning rate factors of three schedules, in golden/sft.json.
 
-The adapter is golden/lora/qwen3-tied on golden/decoders/qwen3-tied. Rows come in the order in which the file has them. A row is a
-prompt, whose tokens do not count, and an answer that follows from it, so that there is something to learn.
+The adapter is golden/lora/qwen3-tied on golden/decoders/qwen3-tied. Rows are used in the order of the file. A row is a prompt, whose tokens are
+not in the loss, and a response that is a function of the prompt, so that it can be learned.
 """
 
 import shutil
@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 def rows():
-    """Answers say the prompt's tokens again, the last first, and end with token 1. Lengths differ within a step."""
+    """The response is the reversed prompt, then token 1. Lengths differ within a step."""
     rng = generator(91)
     made = []
     for _ in range(STEPS * ROWS_PER_STEP):
@@ -31,7 +31,7 @@ def rows():
 
 
 def collate(batch):
-    """Padded on the right; prompts and padding are not learned."""
+    """Padded on the right; prompts and padding are not in the loss."""
     longest = max(len(row["prompt"]) + len(row["response"]) for row in batch)
     ids, mask, labels = [], [], []
     for row in batch:
@@ -44,7 +44,7 @@ def collate(batch):
 
 
 class Recorded(Trainer):
-    """Takes the rows in turn and keeps each micro-batch's share of its step's loss: the Trainer's own log is rounded."""
+    """A Trainer without shuffling that records each micro-batch's share of the step's loss, because the Trainer's log is rounded."""
 
     shares, norms, rates = [], [], []
 
@@ -52,7 +52,7 @@ class Recorded(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        assert num_items_in_batch is not None  # else a step's loss would be a mean of means
+        assert num_items_in_batch is not None  # otherwise a step's loss would be a mean of means
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.shares.append(loss.item())
         return loss

@@ -1,20 +1,20 @@
-"""`querl style` compared with transformers: time and peak memory of training, accuracy over seeds, texts a second.
+"""`querl style` compared with transformers: time and peak memory of training, accuracy over seeds, texts per second.
 
 Usage: style_benchmark.py QUERL MODEL_DIR DIALOGUES [--seeds N] [--epochs N] [--threads N]
 
-Both learn every weight of the same model from the same dialogues, in f32, with the same epochs, batch, learning rate and schedule, and are
-asked about the same held-out ones (a fifth, groups whole, another fifth for each seed). Each training is a process of its own, which reads the
-model, trains and writes it, and asks about nothing: `seconds` and `peak_mib` are of the whole process, `training_seconds` of its steps,
-evaluations and checkpoints (querl: `seconds` of training/summary.json; transformers: the Trainer's `train_runtime`). transformers pads a batch to
-its longest text (`dynamic`), and to 512 tokens as the training script that people know does (`max_length`, first seed only); with dev (first
-seed only) both also evaluate after each epoch. `difference` is querl's accuracy less transformers' on the same dialogues of all seeds, with the interval of a
-bootstrap that draws groups.
+Both train every weight of the same model on the same dialogues, in f32, with the same epochs, batch size, learning rate and schedule, and predict
+the same held-out dialogues (a fifth in complete groups, another fifth for each seed). Each training is a separate process, which loads the model,
+trains and saves it without predictions: `seconds` and `peak_mib` are of the whole process, `training_seconds` of its steps, evaluations and
+checkpoints (querl: `seconds` of training/summary.json; transformers: the Trainer's `train_runtime`). transformers pads a batch to its longest text
+(`dynamic`), and to 512 tokens as usual training scripts do (`max_length`, first seed only). With a dev split (first seed only) both also evaluate
+after each epoch. `difference` is querl's accuracy minus transformers' on the same dialogues of all seeds, with the interval of a bootstrap over
+groups.
 
-Last, both classify every text of DIALOGUES and of the files seed26.json and unlabelled.json next to it, once as they are and nine times
-behind a number of their own: no text comes twice, and copies do not begin alike, since querl computes once what texts of a pass begin with in
-common. querl answers by one `predict` of a file, transformers by a pipeline with batches of 32; both with the time to start and without.
+At the end both classify every text of DIALOGUES and of the files seed26.json and unlabelled.json next to it, once unchanged and nine times with a
+number before it: no text occurs twice and copies share no prefix, because querl computes common prefixes of a pass only once. querl predicts a
+file with one `predict`, transformers uses a pipeline with batches of 32; both with and without the startup time.
 
-Prints one line of JSON a figure.
+Prints one line of JSON per figure.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def write(path, rows):
 
 
 def trainer(arguments):
-    """One training by transformers' Trainer, in this process; prints the seconds of its steps."""
+    """One training with transformers' Trainer in this process; prints the seconds of its steps."""
     import torch
     from transformers import (
         AutoModelForSequenceClassification,
@@ -119,7 +119,7 @@ def trainer(arguments):
 
 
 def said(arguments):
-    """What a trained model of transformers says of dialogues, in this process; prints a label each."""
+    """Predictions of a model trained with transformers, in this process; prints one label per line."""
     import torch
     from transformers import pipeline as make
 
@@ -130,7 +130,7 @@ def said(arguments):
 
 
 def pipeline(arguments):
-    """Texts a second of a transformers pipeline, in this process."""
+    """Texts per second of a transformers pipeline, in this process."""
     import torch
     from transformers import pipeline as make
 
@@ -144,7 +144,7 @@ def pipeline(arguments):
 
 
 def by_querl(arguments, files, out, seed, dev_share):
-    """Trains; figures of the process and of its steps."""
+    """Trains with querl; returns the figures of the process and of its steps."""
     command = [arguments.querl, "-q", "rm", "train", "--model_name_or_path", arguments.model, "--train_file", files[0], "--output_dir", out]
     command += ["--eval_share", 0, "--dev_share", dev_share, "--threads", arguments.threads, "--seed", seed]
     command += ["--num_train_epochs", arguments.epochs, "--learning_rate", RATE, "--per_device_train_batch_size", BATCH]
@@ -165,7 +165,7 @@ def right(test, labels):
 
 
 def difference(pairs):
-    """Mean of differences and its 95% interval; `pairs` of a group and a difference."""
+    """Mean of differences and its 95% interval; `pairs` contains a group and a difference."""
     by_group = {}
     for name, value in pairs:
         by_group.setdefault(name, []).append(value)

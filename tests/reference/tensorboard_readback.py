@@ -1,9 +1,9 @@
-"""Reads the event files of a run back with the tensorboard package and compares them with metrics.jsonl.
+"""Reads the event files of a run with the tensorboard package and compares them with metrics.jsonl.
 
     python tensorboard_readback.py RUN_FOLDER [--wandb FOLDER]
 
-Every figure of metrics.jsonl must be there once, at its step, to the precision of float32. With `--wandb` the same files are
-then written as an offline W&B run under FOLDER, which `wandb sync` uploads wherever there is a network.
+Every value of metrics.jsonl must occur once, at its step, with the precision of float32. With `--wandb` the same values are then written as
+an offline W&B run under FOLDER, which `wandb sync` can upload.
 Needs: pip install tensorboard==2.21.0 (and wandb==0.31.0 for `--wandb`).
 """
 

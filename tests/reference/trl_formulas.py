@@ -1,8 +1,8 @@
-"""TRL's own functions and methods, compiled out of the installed sources without importing the package.
+"""TRL's functions and methods, compiled from the installed sources without importing the package.
 
-Two releases are installed in addition to the environment's packages (`setup.sh`): 0.11.4, whose `PPOTrainer` has its formulas in methods of
-their own, and 0.24.0 for GRPO. Importing them would pull in the transformers that they were made for; each definition
-that is called here is the installed file's, with the names that it uses.
+Two releases are installed in addition to the environment's packages (`setup.sh`): 0.11.4, whose `PPOTrainer` has its formulas in separate
+methods, and 0.24.0 for GRPO. Importing them would need the transformers version for which they were made. Therefore only the called definitions
+are compiled, with the names that they use.
 """
 
 import __future__

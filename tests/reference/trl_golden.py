@@ -1,4 +1,4 @@
-"""TRL's PPO, GRPO and Dr. GRPO values in golden/trl.json: TRL's own methods on seeded float32 tensors."""
+"""TRL's PPO, GRPO and Dr. GRPO values in golden/trl.json: TRL's methods on seeded float32 tensors."""
 
 from collections import defaultdict
 from types import MethodType, SimpleNamespace
@@ -30,7 +30,7 @@ def ppo():
     ref_logprobs = old_logprobs + 0.4 * torch.randn(BATCH, TOKENS, generator=rng)
     values = torch.randn(BATCH, TOKENS, generator=rng)
     rewards, _, _ = old["compute_rewards"](trainer, scores, old_logprobs, ref_logprobs, MASK)
-    # Values and rewards behind the end are cleared before; TRL leaves the divergence of padding in the rewards.
+    # Values and rewards after the end are set to 0 first, because TRL leaves the KL of padding in the rewards.
     values, advantages, returns = old["compute_advantages"](trainer, values, rewards, MASK)
 
     logprobs = (old_logprobs + 0.3 * torch.randn(BATCH, TOKENS, generator=rng)).requires_grad_()

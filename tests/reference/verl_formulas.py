@@ -1,8 +1,8 @@
-"""verl's own `core_algos` and `torch_functional`, imported from the installed package without its cluster stack.
+"""verl's `core_algos` and `torch_functional`, imported from the installed package without its cluster dependencies.
 
-`import verl` imports ray and more, which the formulas do not use. The modules named in `ABSENT` are replaced by
-empty ones, and `verl/__init__.py` is skipped; every formula that is called is the installed file's. The reward manager of
-DAPO, whose module needs more of ray, is compiled out of its file.
+`import verl` imports ray and other packages that the formulas do not use. The modules in `ABSENT` are replaced by empty ones, and
+`verl/__init__.py` is skipped; every called formula is that of the installed file. The reward manager of DAPO, whose module needs more of ray,
+is compiled from its source.
 """
 
 import ast
@@ -42,7 +42,7 @@ def _dapo_run_single():
     path = root / "experimental" / "reward_loop" / "reward_manager" / "dapo.py"
     classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
     (method,) = [node for node in classes[0].body if getattr(node, "name", "") == "run_single"]
-    method.args.args[1].annotation = None  # names a class that is not imported here
+    method.args.args[1].annotation = None  # a class that is not imported here
     namespace = {}
     exec(compile(ast.Module([method], []), str(path), "exec"), namespace)
     return namespace["run_single"]
@@ -52,7 +52,7 @@ def dapo_overlong_reward(n_tokens, max_resp_len, buffer_len, penalty_factor):
     """verl's `overlong_reward` of a response of `n_tokens` tokens whose score is 0."""
     import torch
 
-    length = max_resp_len + 3  # padded
+    length = max_resp_len + 3  # with padding
     mask = torch.cat([torch.ones(2 + n_tokens), torch.zeros(length - n_tokens)]).long()
     fields = {"data_source": "", "reward_model": {"ground_truth": ""}}
     item = types.SimpleNamespace(

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Pushes bundles to real registry processes on loopback and pulls them again: host/querl-bundle/tests/oci/registry.rs.
+# Pushes bundles to registry processes on loopback and pulls them again: host/querl-bundle/tests/oci/registry.rs.
 #
 # Usage: tests/registry/run.sh
 #
 # Needs docker-registry (Debian and Ubuntu: apt-get install docker-registry) or a program `registry` of the same project.
-# Where `wkg` is on PATH (cargo install wkg --locked), it also pulls what was pushed, and the component is compared byte for byte.
-# Installs nothing; everything that is written lies in a temporary folder; both registries end with the script.
+# If `wkg` is on PATH (cargo install wkg --locked), it also pulls the pushed bundle, and the component is compared byte for byte.
+# Installs nothing. All files are written to a temporary folder; both registries end with the script.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -41,13 +41,13 @@ start() {
   exit 1
 }
 
-# User `tester`, password `geheim`, which stands for nothing but this test.
+# User `tester`, password `geheim`, used only by this test.
 echo 'tester:$2b$05$d7lmq10kLlXeQtcj67g2b.amlGMFoQvBAywj1pp2KcKW.3rfl7eWO' >"$folder/htpasswd"
 start open
 export QUERL_TEST_REGISTRY=$address
 start locked "auth: {htpasswd: {realm: querl, path: $folder/htpasswd}}"
 export QUERL_TEST_REGISTRY_LOCKED=$address
-# What `docker login` would have left.
+# The file that `docker login` would write.
 mkdir "$folder/docker"
 echo "{\"auths\":{\"$address\":{\"auth\":\"$(printf 'tester:geheim' | base64)\"}}}" >"$folder/docker/config.json"
 export DOCKER_CONFIG=$folder/docker

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A large csv file through `querl run --to validate`, with the memory of the process as it goes.
+# Runs a large csv file through `querl run --to validate` and prints the memory of the process over time.
 #   tests/scale/table.sh [ROWS] [STAGE]
 # QUERL names the program (default: target/release/querl). Needs Linux and python3.
 set -euo pipefail
@@ -21,7 +21,7 @@ with open(work / "queries.csv", "w", encoding="gb18030") as table, open(work / "
         query = f'{row["original_query"]} 第{index}位顾客'
         table.write(",".join('"' + text.replace('"', '""') + '"' for text in (query, row["user_profile"], row["history_summary"])) + "\n")
         teacher.write(json.dumps(dict(row, original_query=query), ensure_ascii=False) + "\n")
-# Few passages: what is measured is the way of the rows, and not retrieval.
+# Few passages, because the processing of rows is measured, not retrieval.
 passages = open(example / "knowledge_base.jsonl", encoding="utf-8").readlines()[:20]
 (work / "passages.jsonl").write_text("".join(passages), encoding="utf-8")
 (work / "querl.toml").write_text(f'''

@@ -1,4 +1,4 @@
-"""LlamaIndex, RAGFlow's model class and prompts, and the requests of Dify, against a running `querl serve rewrite`.
+"""LlamaIndex, RAGFlow's model class and prompts, and the requests of Dify, with a running `querl serve rewrite`.
 
     pip install -r tests/serve/requirements-applications.txt
     git clone --depth 1 --branch v0.27.0 https://github.com/infiniflow/ragflow tests/serve/.venv/ragflow
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-# Modules of RAGFlow that need its databases, its tokenizer's index or other kinds of models: empty placeholders.
+# Modules of RAGFlow that need its databases, its tokenizer's index or other kinds of models: replaced by empty modules.
 PLACEHOLDERS = {
     "api.db.services.llm_service": ["LLMBundle"],
     "api.db.joint_services.tenant_model_service": ["resolve_model_config", "resolve_model_type"],
@@ -43,7 +43,7 @@ def arguments():
 
 
 def rewrite(args, **context):
-    """The rewrite of /v1/rewrite, which the applications must get too."""
+    """The rewrite of /v1/rewrite, which the applications must also return."""
     headers = {"Authorization": f"Bearer {args.key}"}
     response = httpx.post(f"{args.url}/v1/rewrite", headers=headers, json={"query": args.query, "tenant": args.tenant, **context})
     assert response.is_success and response.json()["fallback"] is None, response.text
@@ -65,7 +65,7 @@ def check_llamaindex(args, single, multi_turn):
     assert rewriter.chat(messages).message.content == multi_turn
     assert "".join(chunk.delta for chunk in rewriter.stream_chat(messages)) == multi_turn
     assert asyncio.run(rewriter.achat(messages)).message.content == multi_turn
-    # What TransformQueryEngine passes to retrievers.
+    # The query that TransformQueryEngine passes to retrievers.
     transform = HyDEQueryTransform(llm=rewriter, hyde_prompt=PromptTemplate("{context_str}"), include_original=False)
     assert transform.run(args.query).embedding_strs == [single]
     own = OpenAILike(model=args.tenant, temperature=0, max_tokens=8, **options)
@@ -73,7 +73,7 @@ def check_llamaindex(args, single, multi_turn):
 
 
 def check_dify(args):
-    """The requests of `check_endpoint_and_api_key` and `fetch_external_knowledge_retrieval`, and what Dify reads of the response.
+    """The requests of `check_endpoint_and_api_key` and `fetch_external_knowledge_retrieval`, and the fields that Dify reads.
 
     Source: langgenius/dify, api/services/external_knowledge_service.py at 68d5f223, api/core/helper/ssrf_proxy.py at 79a710ce."""
 
@@ -108,7 +108,7 @@ def load_ragflow(folder):
     import litellm
 
     logging.disable()  # RAGFlow logs a traceback of each error that it handles.
-    # Holds the vocabulary cl100k_base, which RAGFlow would download.
+    # Contains the vocabulary cl100k_base, which RAGFlow would otherwise download.
     os.environ["RAG_PROJECT_BASE"] = str(Path(litellm.__file__).parent / "litellm_core_utils/tokenizers")
     sys.path.insert(0, str(folder.resolve()))
     for name, members in PLACEHOLDERS.items():
@@ -135,14 +135,14 @@ async def check_ragflow(args, single, multi_turn):
         chunks = [chunk async for chunk in model.async_chat_streamly(system, messages, settings)]
         return "".join(chunks[:-1]), chunks[-1]
 
-    # The check of a model that is added (api/apps/services/provider_api_service.py).
+    # The check when a model is added (api/apps/services/provider_api_service.py).
     for name in (rewriter, own):
         text, n_tokens = await streamed(chat(name), None, [{"role": "user", "content": "Hi"}], {"temperature": 0.9})
         assert text and "**ERROR**" not in text and n_tokens > 0, (name, text)
     wrong = await chat(f"{own}x").async_chat(None, [{"role": "user", "content": "Hi"}])
     assert wrong[0].startswith("**ERROR**"), wrong
 
-    # A component of an agent: its system prompt, and the conversation (agent/component/llm.py).
+    # A component of an agent: its system prompt and the conversation (agent/component/llm.py).
     settings = {"temperature": 0.1, "top_p": 0.3, "presence_penalty": 0.4, "frequency_penalty": 0.7, "max_tokens": 256, "model_type": "chat"}
     turns = [dict(role=role, content=text) for role, text in zip(("user", "assistant", "user"), (*args.history, args.query))]
     text, n_tokens = await chat(rewriter).async_chat("", turns[-1:], settings)
@@ -151,7 +151,7 @@ async def check_ragflow(args, single, multi_turn):
     assert (await streamed(chat(rewriter), "", list(turns), settings))[0] == multi_turn
 
     class Bundle:
-        """Stands for RAGFlow's LLMBundle, which needs its database: responses without their number of tokens."""
+        """Replaces RAGFlow's LLMBundle, which needs its database: responses without their number of tokens."""
 
         max_length = 8192
 
@@ -160,12 +160,12 @@ async def check_ragflow(args, single, multi_turn):
 
         async def async_chat(self, *request):
             answer = (await self.model.async_chat(*request))[0]
-            # The prompts of RAGFlow are longer than the positions of a small model; other errors are not expected.
+            # The prompts of RAGFlow are longer than the context of a small model; other errors are not expected.
             assert "**ERROR**" not in answer or "422" in answer, answer
             return answer
 
     # Multi-turn optimization and keyword extraction of an assistant, whose prompts have the query in the system message. After an error, such
-    # as a prompt too long for the model, RAGFlow uses the query, and no keywords.
+    # as a prompt that is too long for the model, RAGFlow uses the query without keywords.
     for name in (rewriter, own):
         question = await prompts.full_question(messages=turns, chat_mdl=Bundle(name))
         keywords = await prompts.keyword_extraction(Bundle(name), args.query)

@@ -1,4 +1,4 @@
-"""The OpenAI client and LangChain against a running `querl serve rewrite`.
+"""The OpenAI client and LangChain with a running `querl serve rewrite`.
 
     pip install -r tests/serve/requirements.txt
     python3 tests/serve/clients.py http://127.0.0.1:8000 TENANT [--key KEY] [--query TEXT]
@@ -24,7 +24,7 @@ def arguments():
 
 
 def rewrite(args):
-    """The rewrite of /v1/rewrite, which the other protocols must return too."""
+    """The rewrite of /v1/rewrite, which the other protocols must also return."""
     body = json.dumps({"query": args.query, "tenant": args.tenant}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {args.key}"}
     with urllib.request.urlopen(urllib.request.Request(f"{args.url}/v1/rewrite", body, headers)) as response:
@@ -57,7 +57,7 @@ def check_openai(args, expected):
     text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
     assert text == own.choices[0].message.content, (text, own)
     assert streamed[-1].choices[0].finish_reason == own.choices[0].finish_reason
-    # The helper adds up deltas itself; it raises where the length limit was reached, as it is by a model that needs more than 8 tokens.
+    # The helper merges the deltas. It raises an error if the length limit was reached, which a model that needs more than 8 tokens does.
     with client.chat.completions.stream(model=args.tenant, messages=parts, max_tokens=8, temperature=0) as stream:
         try:
             final = stream.get_final_completion()
@@ -84,7 +84,7 @@ def check_openai(args, expected):
         ask = client.chat.completions.create
         answers = await asyncio.gather(*(ask(model=f"{args.tenant}/rewrite", messages=messages) for _ in range(8)))
         assert {answer.choices[0].message.content for answer in answers} == {expected}
-        # Leaving a stream early closes its connection; the server cancels the generation.
+        # Leaving a stream early closes its connection; the server then cancels the generation.
         async with await ask(model=args.tenant, messages=messages, max_tokens=8, stream=True) as stream:
             async for _ in stream:
                 break

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Throughput and latency of `querl serve rewrite`, of llama.cpp's server and of transformers, on one model at the same precision.
+"""Throughput and latency of `querl serve rewrite`, llama.cpp's server and transformers, on one model at the same precision.
 
     tests/serve/compare.py --llama_server PROGRAM [--querl PROGRAM] [--folder DIR] [--shape qwen2.5-0.5b] [--dtypes f32 bf16 int8]
-        [--clients 1 8 64] [--rounds 2] [--systems querl llama transformers] [--tenants 1]
+                           [--clients 1 8 64] [--rounds 2] [--systems querl llama transformers] [--tenants 1]
 
-The model has the shape of `--shape` and random weights, with a LoRA adapter of one step of training; querl serves base and adapter,
-the others the merged model. Prompts have 256 tokens and share the first 192; responses have 16 tokens, greedy, whatever they are.
-Each client sends its next request when the last is answered. For each precision and number of clients the systems run one after another,
-`--rounds` times; a table gives the median of the rounds, and querl's throughput divided by the others'. With `--tenants N` querl serves N
-copies of the adapter as tenants of their own, and the clients use them in turn.
+The model has the shape of `--shape` and random weights, with a LoRA adapter after one training step. querl serves base and adapter, the others
+the merged model. Prompts have 256 tokens and share the first 192; responses have 16 greedy tokens. Each client sends its next request when the
+previous one is answered. For each precision and number of clients the systems run one after another, `--rounds` times; the table has the median
+of the rounds, and querl's throughput divided by the others'. With `--tenants N` querl serves N copies of the adapter as separate tenants, and
+the clients use them in turn.
 
-llama.cpp: `llama-server` with a slot for each client, continuous batching and its prompt cache, q8_0 for int8. It is part of the source package of
-llama-cpp-python: cmake -S vendor/llama.cpp -B build -DGGML_NATIVE=ON && cmake --build build --target llama-server.
-transformers: `generate` on a batch of all clients' prompts in this process, without HTTP; it has no int8 on CPUs. Each system warms up with one request of
-each client, so that the shared prefix is cached where there is a cache. Needs Python 3.11; transformers and torch for that system.
+llama.cpp: `llama-server` with a slot for each client, continuous batching and its prompt cache; q8_0 for int8. Its source is in the source
+package of llama-cpp-python: cmake -S vendor/llama.cpp -B build -DGGML_NATIVE=ON && cmake --build build --target llama-server.
+transformers: `generate` on a batch of all clients' prompts in this process, without HTTP; it has no int8 on CPUs. Each system warms up with one
+request per client, so that a cache contains the shared prefix. Needs Python 3.11, and transformers and torch for that system.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def prepare(querl: Path, folder: Path, shape: str, dtypes: list[str]) -> None:
-    """The model, a run that trained an adapter for it, and GGUF files of the merged model."""
+    """Makes the model, a run with an adapter for it, and GGUF files of the merged model."""
     folder.mkdir(parents=True, exist_ok=True)
     model, run = folder / "model", folder / "run"
     if not (run / "sft/best/adapter_config.json").exists():
@@ -209,7 +209,7 @@ def server(command: list, listen: Callable[[int], list], ready: str) -> Iterator
         process.wait()
 
 
-# A digit is one token of the tokenizer, so that the number of tokens is known: 12 are the template's.
+# A digit is one token of the tokenizer, so that the number of tokens is known; 12 belong to the template.
 def prompt(number: int, round_: int) -> list[dict]:
     shared = "".join(random.Random(0).choices("0123456789", k=N_SHARED - TEMPLATE_SHARED))
     own = "".join(random.Random(f"{number} {round_}").choices("0123456789", k=N_PROMPT - N_SHARED - TEMPLATE_OWN))
@@ -217,7 +217,7 @@ def prompt(number: int, round_: int) -> list[dict]:
 
 
 def template_tokens() -> tuple[int, int]:
-    """Tokens of the chat template around the two messages, by the tokenizer's vocabulary: those of the roles' names differ."""
+    """Number of tokens of the chat template around the two messages; the role names have different numbers of tokens by vocabulary."""
     tokenizer = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
     ranks = {tuple(merge): rank for rank, merge in enumerate(tokenizer["model"]["merges"])}
 
@@ -230,7 +230,7 @@ def template_tokens() -> tuple[int, int]:
             index = min(pairs)[1]
             parts[index : index + 2] = [parts[index] + parts[index + 1]]
 
-    # <|im_start|> system \n ... <|im_end|> \n, then <|im_start|> user \n, which all share too.
+    # Shared by all prompts: <|im_start|> system \n ... <|im_end|> \n, then <|im_start|> user \n.
     shared = 4 + n_tokens("system") + 2 + n_tokens("user")
     return shared, 2 + 2 + n_tokens("assistant")
 
@@ -239,7 +239,7 @@ TEMPLATE_SHARED, TEMPLATE_OWN = template_tokens()
 
 
 def measure(port: int, bodies: list[dict], n_clients: int, n_requests: int, round_: int) -> tuple[float, float, float]:
-    """Requests a second, p50 and p95 in milliseconds. Requests have the bodies in turn."""
+    """Requests per second, p50 and p95 in milliseconds. Requests use the bodies in turn."""
     numbers = iter(range(n_clients, n_clients + n_requests))
     latencies: list[float] = []
     problems: list[str] = []
@@ -284,7 +284,7 @@ def measure(port: int, bodies: list[dict], n_clients: int, n_requests: int, roun
     try:
         start.wait()
     except threading.BrokenBarrierError:
-        pass  # in `problems`
+        pass  # reported in `problems`
     started = time.perf_counter()
     for thread in threads:
         thread.join()

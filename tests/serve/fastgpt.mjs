@@ -1,4 +1,4 @@
-// The requests of FastGPT against a running `querl serve rewrite`, by the npm package that FastGPT uses (4.61.0; newer versions: 6.30.1).
+// The requests of FastGPT to a running `querl serve rewrite`, with the npm package that FastGPT uses (4.61.0; newer versions: 6.30.1).
 //
 //   npm install --no-save --no-package-lock --prefix tests/serve openai@4.61.0 json5@2.2.3
 //   git clone --depth 1 https://github.com/labring/FastGPT tests/serve/.venv/fastgpt
@@ -21,7 +21,7 @@ const turns = [
   { role: 'user', content: query }
 ];
 
-// A custom model has an address and a key of its own, in place of those of the gateway.
+// A custom model has its own address and key, instead of those of the gateway.
 async function request(model, body) {
   const client = new OpenAI({ baseURL: 'http://127.0.0.1:9/v1', apiKey: 'gateway', timeout: 600000, maxRetries: 2 });
   const options = {
@@ -56,7 +56,7 @@ async function aiChat() {
   return rewrite;
 }
 
-// Query extension of a search in a knowledge base: FastGPT searches the query, and the texts of the array in the response.
+// Query extension of a knowledge base search: FastGPT searches the query and the texts in the array of the response.
 async function queryExtension(model) {
   const source = readFileSync(`${folder}/packages/service/core/ai/functions/queryExtension.ts`, 'utf8');
   const template = (pattern) => source.match(pattern)?.[1] ?? assert.fail(`no prompt ${pattern} in queryExtension.ts`);
@@ -68,7 +68,7 @@ async function queryExtension(model) {
     { role: 'system', content: render(system) },
     { role: 'user', content: render(user) }
   ];
-  // FastGPT logs an error or an answer that it cannot read, and searches the query.
+  // On an error or a response that it cannot parse, FastGPT logs it and searches the query.
   let answer;
   let found = [];
   try {

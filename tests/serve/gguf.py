@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""GGUF files of `querl export gguf` in llama.cpp: tokens, log-probabilities and responses are those of querl.
+"""GGUF files of `querl export gguf` in llama.cpp have the tokens, log-probabilities and responses of querl.
 
     tests/serve/gguf.py RUN_DIR [--querl PROGRAM]
 
-1. Models of random weights, of every architecture and scaling of RoPE that is exported, with the tokenizer of examples/tiny-qwen3:
-   the same tokens for Chinese and mixed texts, and log-probabilities within 1e-3.
-2. The trained model of RUN_DIR, a finished run of examples/fivedoctors: the same tokens of its test prompts, and the same greedy responses as
-   `querl serve rewrite`.
-3. The same in q8_0: it loads and generates; the share of equal responses is printed.
+1. Models with random weights, of every exported architecture and RoPE scaling, with the tokenizer of examples/tiny-qwen3: equal tokens for
+   Chinese and mixed texts, and log-probabilities within 1e-3.
+2. The trained model of RUN_DIR, a finished run of examples/fivedoctors: equal tokens of its test prompts, and greedy responses equal to those
+   of `querl serve rewrite`.
+3. The same model in q8_0 loads and generates; the share of equal responses is printed.
 
-Exit code 1 where something differs. Needs requirements-gguf.txt; llama-cpp-python is built from source:
-CMAKE_ARGS=-DGGML_NATIVE=ON pip install -r tests/serve/requirements-gguf.txt
+Exit code 1 if something differs. Needs requirements-gguf.txt; llama-cpp-python is built from source:
+    CMAKE_ARGS=-DGGML_NATIVE=ON pip install -r tests/serve/requirements-gguf.txt
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def compare_shape(querl: Path, name: str, model: Path) -> int:
 
 
 def random_model(name: str, folder: Path) -> None:
-    """The shapes of a golden checkpoint with the vocabulary of the tiny model, and random weights."""
+    """A model with the shapes of a golden checkpoint, the vocabulary of the tiny model, and random weights."""
     folder.mkdir()
     config = json.loads((DECODERS / name / "config.json").read_text())
     tiny = json.loads((TINY / "config.json").read_text())
@@ -156,19 +156,19 @@ def ask(connection: http.client.HTTPConnection, method: str, path: str, body: di
 
 
 def generate(llama: Llama, messages: list[dict], max_tokens: int) -> str:
-    """llama.cpp's own chat template and greedy decoding."""
+    """Generates with llama.cpp's chat template and greedy decoding."""
     llama.reset()
     response = llama.create_chat_completion(messages, temperature=0, max_tokens=max_tokens, repeat_penalty=1.0)
     return response["choices"][0]["message"]["content"]
 
 
 def open_llama(path: Path, n_positions: int) -> Llama:
-    # As precise as querl: a cache in f32.
+    # A KV cache in f32, as in querl.
     return Llama(str(path), n_ctx=n_positions, logits_all=True, type_k=0, type_v=0, verbose=False, n_threads=2)
 
 
 def logprobs(llama: Llama, ids: list[int]) -> np.ndarray:
-    """Log-probabilities of all tokens but the first."""
+    """Log-probabilities of all tokens except the first."""
     llama.reset()
     llama.eval(ids)
     logits = llama.scores[: len(ids) - 1].astype(np.float64)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Load on `querl serve rewrite`: requests a second and latencies, and whether every rewrite is the one of the run's evaluation.
+"""Load test of `querl serve rewrite`: requests per second, latencies, and whether every rewrite equals that of the run's evaluation.
 
     tests/serve/load.py RUN_DIR... [--querl PROGRAM] [--clients 1 8 64] [--requests 2000] [--copies N] [--replace SECONDS] [--set ...]
 
 Starts the server on the given runs, and sends the queries of `eval/records.jsonl` to their tenants in turn, without the cache of rewrites.
-`--copies N` serves N tenants, copies of the first run under other names. `--replace SECONDS` loads the runs again so often, by the admin route.
-Exit code 1 where a request failed or a rewrite differs. Needs Python 3.11 alone.
+`--copies N` serves N tenants, copies of the first run under other names. `--replace SECONDS` reloads the runs at this interval, by the admin
+route. Exit code 1 if a request failed or a rewrite differs. Needs Python 3.11 only.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def copies(run: Path, n: int, folder: Path) -> list[Path]:
-    """`n` copies of a run under tenants of their own."""
+    """`n` copies of a run, each with its own tenant."""
     found = []
     for index in range(n):
         copy = folder / f"run{index}"
@@ -70,7 +70,7 @@ def copies(run: Path, n: int, folder: Path) -> list[Path]:
 
 
 def evaluated(run: Path) -> list[tuple[bytes, str]]:
-    """Requests for the queries of a run's evaluation, each with the rewrite that it found."""
+    """Requests with the queries of a run's evaluation, and the expected rewrites."""
     lines = (run / "config.resolved.toml").read_text().splitlines()
     tenant = next(line for line in lines if line.startswith("tenant = ")).split('"')[1]
     records = [json.loads(line) for line in (run / "eval/records.jsonl").open(encoding="utf-8")]

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What each option of `rl` changes, on several tasks and seeds: the best reward on the validation split, against RLOO with its defaults.
+"""The effect of each option of `rl` on several tasks and seeds: the best reward on the validation split, compared with RLOO and its defaults.
 
     tests/tasks/ablation.py --out runs/ablation [--tasks telecom appliances fivedoctors] [--seeds 42 43 44 45 46] [--only PATTERN]
                             [--jobs N] [--threads N] [--set KEY=VALUE] [--querl PATH]
 
-All variants of a task and a seed start from one SFT run, but for those with other data. The test split is not read. Differences are paired by
-seed, with a 95 % interval of Student's t over the seeds; with as many variants, one or two `*` are to be expected by chance. Tasks are those of
-run.py (bases that are in OUT/TASK/model are not made again) and `fivedoctors`, the example with its own settings otherwise. Finished runs are
-not repeated. Needs the program and cargo, which builds the plugins; no network.
+All variants of a task and a seed start from one SFT run, except those with other data. The test split is not read. Differences are paired by
+seed, with a 95 % interval of Student's t over the seeds. With this many variants, one or two `*` are expected by chance. Tasks are those of
+run.py (a base that exists in OUT/TASK/model is not made again) and `fivedoctors`, the example with its other settings. Finished runs are not
+repeated. Needs the program and cargo, which builds the plugins; no network.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ VARIANTS = {
     "ppo_epochs = 1": (*RLOO, "rl.ppo_epochs=1"),
     "without filter-quality": (*RLOO, "plugins.filters=[]"),
 }
-# Quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom; above 9 that of 9, which is larger.
+# Quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom; above 9 the value for 9, which is larger.
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
@@ -62,7 +62,7 @@ def querl(options: argparse.Namespace, config: Path, folder: Path, last: str, se
 
 
 def best_reward(folder: Path) -> float:
-    """The highest reward of the evaluations, which are on the validation split."""
+    """The highest reward among the evaluations on the validation split."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return max(row["val/reward"] for row in rows if row["stage"] == "rl" and "val/reward" in row)
 

@@ -3,10 +3,10 @@
 
     tests/tasks/encoder.py KNOWLEDGE_BASE OUT [--measure RUN_DIR]
 
-Contrastive training from random weights (InfoNCE with in-batch negatives) on pairs that the passages give: a title, a sentence or spans
-of title and text, some of their tokens dropped, and the passage it is from. No query and no rewrite is read. Pooling is the mean of all
-tokens. `--measure` prints top-1 and MRR of the vectors alone on the training split of a finished run.
-Needs torch and transformers, such as the environment of tests/reference/setup.sh; no network. Three minutes on one core.
+Contrastive training from random weights (InfoNCE with in-batch negatives). The pairs are made of the passages alone: a title, a sentence or
+spans of title and text, with some tokens dropped, and the passage that contains it. Queries and rewrites are not read. Pooling is the mean of
+all tokens. `--measure` prints top-1 and MRR of the vectors alone on the training split of a finished run.
+Needs torch and transformers, such as the environment of tests/reference/setup.sh; no network. Takes three minutes on one core.
 """
 
 import argparse
@@ -27,17 +27,17 @@ PAD, UNK, CLS, SEP = range(4)
 
 
 def full_text(passage):
-    """As querl joins title and text for the index."""
+    """Joins title and text as querl does for the index."""
     return f"{passage['title']}\n{passage['text']}"
 
 
 def make_tokenizer(texts):
-    """WordPiece as bge models have it: lower case, each Chinese character alone."""
+    """A WordPiece tokenizer as in bge models: lower case, each Chinese character separate."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     tokenizer.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=VOCAB_SIZE, special_tokens=special, show_progress=False))
-    pieces = special + sorted(set(tokenizer.get_vocab()) - set(special))  # the trainer's order differs between runs, and a few rare pieces
+    pieces = special + sorted(set(tokenizer.get_vocab()) - set(special))  # the trainer's order, and a few rare pieces, differ between runs
     tokenizer.model = models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]")
     tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
     return tokenizer
@@ -50,14 +50,14 @@ def span(ids, low, high):
 
 
 def drop(ids, most):
-    """Half of the dropped tokens are deleted, half become [UNK], as characters and words of users do that no passage has."""
+    """Deletes half of the dropped tokens and replaces half by [UNK], to imitate characters and words of users that no passage has."""
     share = random.uniform(0, most)
     kept = [UNK if random.random() < share / 2 else token for token in ids if random.random() > share / 2]
     return kept or ids
 
 
 def pair(title, sentences):
-    """Token ids of a query and of the passage it is from, in half of the cases without the query's sentence."""
+    """Token ids of a query and of its passage; in half of the cases the query's sentence is removed from the passage."""
     chosen = random.randrange(len(sentences))
     sentence, kind = sentences[chosen], random.random()
     if kind < 0.2:
@@ -70,7 +70,7 @@ def pair(title, sentences):
         query = span(title, 1, 6) + span(sentence, 2, 10)
     rest = sentences[:chosen] + sentences[chosen + 1 :] if len(sentences) > 1 and random.random() < 0.5 else sentences
     passage = sum([title, *rest], [])
-    if random.random() < 0.7:  # half the time of whole passages
+    if random.random() < 0.7:  # takes half the time of whole passages
         passage = span(passage, 24, 48)
     return drop(query, MAX_DROP), drop(passage, MAX_DROP / 4)
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Trains on the three tasks of this folder and on examples/appliances, and prints RL against SFT, the raw query and the teacher.
+"""Trains on the three tasks of this folder and on examples/appliances, and prints RL compared with SFT, the raw query and the teacher.
 
     tests/tasks/run.py --out runs/tasks [--tasks telecom appliances] [--seeds 42 43] [--set rl.max_steps=40]
 
-Each task: a small model is pretrained on a corpus of the knowledge base alone (`querl model corpus`, `querl model pretrain`), then
-`querl run` with the defaults for a model of that size. `queries.jsonl` is the query table and the recorded teacher.
+Each task: a small model is pretrained on a corpus of the knowledge base alone (`querl model corpus`, `querl model pretrain`), then `querl run`
+with the defaults for a model of that size. `queries.jsonl` contains the query table and the recorded teacher.
 
-`NAME-semantic` is the task NAME with hybrid retrieval: BM25 and an embedding model of the knowledge base (encoder.py), which is what
-the embedded index offers with a local model. Another model is used if it is at OUT/NAME-semantic/encoder before.
-Python 3 alone, for the semantic tasks one with torch and transformers; no network. Finished parts are not repeated.
+`NAME-semantic` is the task NAME with hybrid retrieval: BM25 and an embedding model of the knowledge base made by encoder.py, as the embedded
+index combines them. To use another embedding model, put it at OUT/NAME-semantic/encoder before.
+Needs only Python 3, for the semantic tasks one with torch and transformers; no network. Finished parts are not repeated.
 """
 
 import argparse
@@ -54,7 +54,7 @@ path = "encoder"
 
 
 def prepare(name, out, querl):
-    """Writes the configuration of a task and makes the models that it names, as far as they do not exist."""
+    """Writes the configuration of a task, and makes the models that it names if they do not exist."""
     base = name.removesuffix("-semantic")
     folder, small = out / name, out / base
     for path in (folder, small):
@@ -97,7 +97,7 @@ def main():
             runs.append(run)
         printed = subprocess.run([args.querl, "report", "--json", *runs], check=True, capture_output=True, text=True)
         result = json.loads(printed.stdout)
-        result = result.get("pooled", result)  # of several runs
+        result = result.get("pooled", result)  # the result of several runs
         systems = {system: measures["top1"]["mean"] for system, measures in result["systems"].items()}
         differences = {pair: result["pairs"].get(pair, {}).get("top1") for pair in pairs}
         lines.append((name, systems, differences))

@@ -1,4 +1,4 @@
-//! `querl audit` on episodes that were written by hand.
+//! `querl audit` on handwritten episodes.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -14,7 +14,7 @@ fn query(step: usize, index: usize) -> usize {
     (step * BATCH + index) % 20
 }
 
-/// One episode: `is_found` decides whether the gold passage comes first.
+/// An episode. `is_found`: the first hit is the gold passage.
 fn episode(step: usize, index: usize, rewrite: &str, is_found: bool, total: f64) -> String {
     let query = query(step, index);
     let hit = if is_found { format!("gold-{query}") } else { "other".to_owned() };
@@ -32,7 +32,7 @@ fn episode(step: usize, index: usize, rewrite: &str, is_found: bool, total: f64)
     format!("{line}\n")
 }
 
-/// A run whose policy gives one text for more and more of the queries, for which it is rewarded.
+/// A run whose policy returns the same text for an increasing share of queries, and is rewarded for it.
 fn write_hacked(project: &Project, folder: &str) {
     let mut text = String::new();
     for step in 0..N_STEPS {
@@ -47,7 +47,7 @@ fn write_hacked(project: &Project, folder: &str) {
     project.write(&format!("{folder}/episodes.jsonl"), &text);
 }
 
-/// A run whose reward is what the hits are worth.
+/// A run whose reward is the score of the hits.
 fn write_honest(project: &Project, folder: &str) {
     let mut text = String::new();
     for step in 0..N_STEPS {
@@ -103,13 +103,13 @@ fn a_run_that_has_not_ended_is_named_as_one() {
     let lock = DirLock::take(&project.path("run")).unwrap();
     let going = format!("the run is still going (process {}): the episodes up to now are audited", std::process::id());
     assert!(first_note().starts_with(&going), "{}", first_note());
-    // The lock is that of a later stage: the episodes are complete.
+    // The lock belongs to a later stage: the episodes are complete.
     project.write("run/stages.json", r#"{"format": 1, "stages": {"rl": {"inputs": {}, "finished": true}}}"#);
     assert!(first_note().starts_with("no second retriever: "), "{}", first_note());
     drop(lock);
 }
 
-/// Regression: a ledger that cannot be read ended the command, which needs it for a note only.
+/// Regression: an unreadable ledger was an error, although the command needs it for a note only.
 #[test]
 fn a_damaged_ledger_is_a_note() {
     let project = Project::new();

@@ -1,4 +1,4 @@
-//! Bad input: exit code 2 and one sentence that names the place, what is there and what to do.
+//! Invalid input: exit code 2 and one sentence that says where, what was found, and how to correct it.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -33,7 +33,7 @@ max_steps = 2\nbatch | min_new_tokens = 900\nmax_steps = 2\nbatch | querl.toml:3
     }
 }
 
-/// Regression: settings that are read, and then do nothing.
+/// Regression: settings without effect were accepted.
 #[test]
 fn retrieval_settings_without_effect_are_refused() {
     let http = "kind = \"http\"\nurl = \"http://127.0.0.1:1/x\"";
@@ -57,7 +57,7 @@ HTTP\nservice = "dify"\nmapping = { score_range = [1.0, 0.0] } | retrieval.mappi
     }
 }
 
-/// The same file may serve here and ask there, and is not refused for the settings of the other.
+/// One file may configure a retrieval service and its client: each ignores the settings of the other.
 #[test]
 fn settings_of_a_service_and_of_a_knowledge_base_may_be_in_one_file() {
     let project = Project::new();
@@ -71,7 +71,7 @@ fn settings_of_a_service_and_of_a_knowledge_base_may_be_in_one_file() {
     project.querl(&[&check[..], &mapped].concat()).ok();
 }
 
-/// On machines without a GPU too, and before any GPU is opened.
+/// Also on machines without a GPU; no GPU is opened for the check.
 #[test]
 fn settings_that_named_gpus_do_not_support_are_refused() {
     let refused = |sets: &[&str]| {
@@ -111,7 +111,7 @@ fn settings_that_named_gpus_do_not_support_are_refused() {
     }
 }
 
-/// Regression: both passed a model's folder without tokenizer or weights.
+/// Regression: `config check` and dry runs accepted a model folder without tokenizer or weights.
 #[test]
 fn config_check_and_dry_runs_look_into_the_folder_of_the_model() {
     let project = Project::new();
@@ -142,7 +142,7 @@ fn config_check_and_dry_runs_look_into_the_folder_of_the_model() {
             project.querl(&data_stages).ok();
             continue;
         }
-        // Symptom: with an empty folder the data stages had the defaults of a large model.
+        // Symptom: with an empty model folder the data stages used the defaults of a large model.
         for command in [&data_stages[..], &["run", "querl.toml", "--to", "convert", "--set", "model.path=model"]] {
             let message = project.refusal(command, 2);
             assert!(message.starts_with(expected), "{message}");
@@ -161,7 +161,7 @@ fn unreadable_configuration_file_is_reported() {
     assert_eq!(project.refusal(&["run", "querl.toml"], 2), "querl.toml:2: not UTF-8 text; save the file as UTF-8");
 }
 
-/// Symptom: an error of the operating system, or of TOML in a table.
+/// Symptom: the message was an error of the operating system, or a TOML error for a table.
 #[test]
 fn a_file_of_another_kind_is_named_with_the_one_that_is_expected() {
     let project = Project::new();
@@ -240,7 +240,7 @@ fn other_columns_of_a_recorded_teacher_show_before_the_run() {
 const LOOKS: [&[&str]; 3] =
     [&["config", "check", "querl.toml"], &["run", "querl.toml", "--dry-run"], &["run", "querl.toml"]];
 
-/// Symptom: `config check` passed tables and knowledge bases that no run can use, and the run named no key.
+/// Symptom: `config check` accepted tables and knowledge bases that no run can use, and the run's error did not name the key.
 #[test]
 fn unusable_tables_and_knowledge_bases_show_before_the_run() {
     let project = Project::new();
@@ -286,7 +286,7 @@ fn unusable_tables_and_knowledge_bases_show_before_the_run() {
     assert!(!project.path("run/data").exists(), "no stage has run");
 }
 
-/// Symptom: the run trained to its end, and the top-1 of every system was 0.
+/// Symptom: the run was trained to its end, and the top-1 of every system was 0.
 #[test]
 fn gold_ids_that_no_passage_has_show_before_the_run() {
     let project = Project::new();
@@ -327,7 +327,7 @@ fn gold_ids_that_no_passage_has_show_before_the_run() {
     assert!(said.contains(&format!("!  gold ids   {}\n", message(1))), "{said}");
 }
 
-/// Symptom: a missing model hid every other error, and `data stats`, which needs none, did not run.
+/// Symptom: the missing model was reported before all other errors, and `data stats`, which needs no model, failed.
 #[test]
 fn a_missing_model_is_named_after_all_other_errors() {
     let project = Project::new();
@@ -342,7 +342,7 @@ fn a_missing_model_is_named_after_all_other_errors() {
     assert!(project.refusal(&["run", "querl.toml"], 2).starts_with(missing));
 }
 
-/// A copy of the tiny model to break.
+/// Copies the tiny model into the project, so that a test can damage it.
 fn own_model(project: &Project) {
     project.copy_model("model");
     project.edit(&format!("{:?}", model().display().to_string()), "\"model\"");
@@ -389,7 +389,7 @@ fn unusable_model_is_reported() {
     assert!(message.contains("model"), "{message}");
 }
 
-/// Regression: a template that doubles a string took all memory.
+/// Regression: a chat template that doubles a string repeatedly used all memory.
 #[test]
 fn a_chat_template_that_loops_or_doubles_a_string_is_stopped() {
     let project = Project::new();
@@ -466,7 +466,7 @@ fn recipe_of_a_small_model_names_the_line() {
     let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
     assert!(message.starts_with("pretrain.toml:3: unknown field `sead`"), "{message}");
     assert!(!project.path("out").exists());
-    // Regression: the folder of the unfinished model was left.
+    // Regression: the folder of the unfinished model was not removed.
     project.write("corpus.jsonl", "{\"text\": \"鱼油怎么吃\"}\n");
     let shape =
         "intermediate_size = 8\nn_layers = 1\nn_heads = 1\nn_kv_heads = 1\nhead_dim = 8\nmax_positions = 64\n[train]\n";
@@ -509,7 +509,7 @@ fn damaged_rows_of_an_earlier_stage_are_reported() {
     let remedy = "put the file back, or run `querl convert CONFIG --from convert` to make it again";
     let expected = format!("run/data/train.jsonl: has {within_a_character} of {} bytes; {remedy}", whole.len());
     assert_eq!(said, expected);
-    // Ledgers of earlier versions have no digests of outputs.
+    // Ledgers of earlier versions contain no digests of outputs.
     let mut ledger: serde_json::Value = serde_json::from_str(&project.read("run/stages.json")).unwrap();
     for entry in ledger["stages"].as_object_mut().unwrap().values_mut() {
         entry.as_object_mut().unwrap().remove("outputs");
@@ -538,7 +538,7 @@ fn unusable_plugin_is_reported() {
     let project = Project::new();
     project.edit(&reward, &format!("{}/plugins/filter-quality", repository().display()));
     let message = project.refusal(&["run", "querl.toml"], 2);
-    // The key and its line, the last of the file.
+    // The line of the key is the last of the file.
     let place = format!(
         "querl.toml:{}: plugins.rewards[0].path: plugin filter-quality ",
         project.read("querl.toml").lines().count()
@@ -631,7 +631,7 @@ fn folder_without_a_run_is_reported() {
     assert_eq!(project.refusal(&["eval", "run"], 2), folder);
 }
 
-/// Regression: the resolved configuration of a path that is not UTF-8 could not be written, and the program panicked.
+/// Regression: the program panicked because the resolved configuration could not contain a path that is not UTF-8.
 #[cfg(unix)]
 #[test]
 fn an_argument_that_is_not_utf8_is_a_sentence() {
@@ -688,7 +688,7 @@ fn nohup_and_a_limit_of_file_sizes_are_respected() {
         "trap '' HUP; {run} & for i in 1 2 3 4 5 6; do kill -HUP $! 2> /dev/null; sleep 0.05; done; wait $!"
     ));
     assert_eq!(survived.code, Some(0), "{survived:#?}");
-    // From the first moment on.
+    // SIGHUP is ignored from the start of the process.
     let burst = shell(format!(
         "trap '' HUP; for i in $(seq 50); do {binary} config schema > schema & while kill -HUP $!; do :; done 2> /dev/null; wait $! || exit; done"
     ));
@@ -698,7 +698,7 @@ fn nohup_and_a_limit_of_file_sizes_are_respected() {
     assert!(limited.stderr.contains("File too large") && limited.stderr.contains("cannot be written"), "{limited:#?}");
 }
 
-/// Symptom: a small stack, little memory and little CPU time ended the process by SIGSEGV, SIGABRT and SIGXCPU or SIGKILL.
+/// Symptom: a small stack, little memory or little CPU time ended the process by SIGSEGV, SIGABRT, SIGXCPU or SIGKILL.
 #[cfg(target_os = "linux")]
 #[test]
 fn limits_of_the_shell_end_in_a_sentence_and_not_by_a_signal() {
@@ -706,12 +706,12 @@ fn limits_of_the_shell_end_in_a_sentence_and_not_by_a_signal() {
     let limited =
         |limit: &str, args: &str| project.querl_after(&format!("ulimit {limit}"), &args.split(' ').collect::<Vec<_>>());
     limited("-s 64", "run querl.toml --to sft").ok();
-    // Of the lower ones it depends on the machine where the memory ends.
+    // With the lower limits, it depends on the machine at which allocation the memory is exhausted.
     for limit in ["-v 100000", "-v 220000", "-v 400000", "-v 1572864"] {
         let little_memory = limited(limit, "run querl.toml --from rewrite --to sft");
         let last = little_memory.stderr.lines().last().unwrap_or_default();
         let is_sentence = matches!(little_memory.code, Some(1 | 2)) && last.starts_with("error: ");
-        // The C library ends the process itself where a new thread has no memory for its thread-local values.
+        // The C library aborts if a new thread has no memory for its thread-local values.
         let is_of_libc = last.starts_with("Fatal glibc error: failed to register TLS destructor: out of memory");
         assert!(little_memory.code == Some(0) || is_sentence || is_of_libc, "{limit}: {little_memory:#?}");
         assert!(!little_memory.stderr.contains("panicked at"), "{limit}: {little_memory:#?}");
@@ -725,13 +725,13 @@ fn limits_of_the_shell_end_in_a_sentence_and_not_by_a_signal() {
     assert!(said.contains("the state is saved; run the same command again to resume"), "{said}");
 }
 
-/// Symptom: weights that could not be mapped for want of address space were called "damaged or truncated", with exit code 2.
+/// Symptom: weights that could not be mapped because of a limit on address space were reported as "damaged or truncated", with exit code 2.
 #[cfg(target_os = "linux")]
 #[test]
 fn want_of_memory_is_not_called_a_damaged_file() {
     let project = Project::new();
     project.copy_model("model");
-    // Sparse: it takes no disk, and more address space than there is.
+    // A sparse file: it takes no disk space, and more address space than the limit.
     let weights = std::fs::File::options().write(true).open(project.path("model/model.safetensors")).unwrap();
     weights.set_len(64 << 30).unwrap();
     let output = project.querl_after("ulimit -v 16777216", &["model", "inspect", "model"]);
@@ -787,7 +787,7 @@ fn a_damaged_ledger_and_an_unusable_folder_are_mistakes_of_the_user() {
     assert!(template.contains(place) || template.contains(place_of_file), "{template}");
 }
 
-/// Regression: passages that no list of gold ids can name, or without a visible character, were accepted.
+/// Regression: passages without a visible character, or with an id that a list of gold ids cannot contain, were accepted.
 #[test]
 fn a_passage_that_cannot_be_used_is_refused() {
     let project = Project::new();

@@ -1,4 +1,4 @@
-//! The shipped command line against a batch interface that fails: no batch is paid for twice, none is forgotten.
+//! The command line with a failing batch API: no batch is paid for twice or lost.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -13,7 +13,8 @@ use support::{CommandOutput, Project};
 const RECORDED: &str = "kind = \"recorded\"\npath = \"teacher.jsonl\"";
 const NOTE: &str = "run/data/rewrites.batches.json";
 
-/// A batch service whose files cannot be read until they can, which answers single questions too, and a project that is taught there.
+/// A batch service whose files cannot be downloaded until it is repaired, and which also answers chat requests; and a project with it as
+/// teacher.
 struct Scene {
     service: Arc<BatchService>,
     server: FaultyServer,
@@ -46,7 +47,7 @@ impl Scene {
         self.project.querl(&[&["rewrite", "querl.toml"], more].concat())
     }
 
-    /// As [`Self::rewrite`], of a run that stops with a batch noted.
+    /// As [`Self::rewrite`], for a run that stops after a batch was submitted.
     fn stopped(&self) -> String {
         let said = self.rewrite(&[]);
         assert_eq!(said.code, Some(2), "{said:#?}");
@@ -80,7 +81,7 @@ fn n_posts(asked: &[RecordedRequest], path: &str) -> usize {
     asked.iter().filter(|asked| asked.method == "POST" && asked.path == path).count()
 }
 
-/// Regression: rows that a fallback is paid for although their answers are there, and a batch that is handed over again.
+/// Regression: the fallback was called, and paid, for rows whose batch responses exist, and a batch was submitted twice.
 #[test]
 fn answers_that_cannot_be_read_stop_the_stage_and_no_fallback_is_paid() {
     let scene = Scene::new();
@@ -105,7 +106,7 @@ fn answers_that_cannot_be_read_stop_the_stage_and_no_fallback_is_paid() {
     assert!(spent.calls == 40 && (spent.cost - 40.0 * 0.00015).abs() < 1e-9, "{spent:?}");
 }
 
-/// Regression: a price for rows that are paid for already, and one for a run that would refuse to start.
+/// Regression: the estimate had a price for rows that are already paid for, and for a run that would be refused.
 #[test]
 fn dry_run_leaves_out_what_is_in_a_batch_under_way() {
     let scene = Scene::new();
@@ -117,7 +118,7 @@ fn dry_run_leaves_out_what_is_in_a_batch_under_way() {
     assert_eq!(step(&["--set", "teacher.model=other"]).code, Some(2));
 }
 
-/// Regression: a batch that is forgotten because somebody names a second teacher, or runs the stage again.
+/// Regression: a batch was lost if a second teacher was configured, or if the stage was run again.
 #[test]
 fn batch_outlives_changes_that_its_answers_do_not_depend_on() {
     let second =
@@ -157,7 +158,7 @@ fn batch_of_other_settings_stops_the_run_before_anything_is_removed() {
     assert_eq!(scene.service.n_begun(), 1);
 }
 
-/// Regression: a batch was paid for and never read, and the same rows were paid for again one by one.
+/// Regression: a batch was paid for and never downloaded, and its rows were requested and paid for again one by one.
 #[test]
 fn batch_is_read_after_batches_were_switched_off_and_new_rows_are_called_one_by_one() {
     let scene = Scene::new();

@@ -1,7 +1,7 @@
-//! The shipped command line against teachers and retrieval services that fail in every way.
+//! The command line with teachers and retrieval services that fail.
 //!
 //! `cargo test --release -p querl --test calls -- --ignored --nocapture` prints the figures of docs/benchmarks.md.
-//! `QUERL_KILLS=100` kills so many times, `QUERL_KILL_SEED` sets the moments.
+//! `QUERL_KILLS=100` sets the number of kills, `QUERL_KILL_SEED` the seed of their times.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -21,7 +21,7 @@ use support::{CommandOutput, Project, repository};
 
 const RECORDED: &str = "kind = \"recorded\"\npath = \"teacher.jsonl\"";
 
-/// A project whose teacher is at `url`, with a cache of its own.
+/// A project with a teacher at `url` and a separate cache.
 fn taught_at(url: &str) -> Project {
     let project = Project::new();
     let teacher = format!(
@@ -32,7 +32,7 @@ fn taught_at(url: &str) -> Project {
     project
 }
 
-/// What the user typed: the last words of the prompt are the same for every query, so the whole prompt stands for it.
+/// The full prompt as the key of a query, because the last words of the prompt are the same for all queries.
 fn question(asked: &RecordedRequest) -> String {
     asked.json()["messages"].to_string()
 }
@@ -88,7 +88,7 @@ fn cache_in_use_or_damaged_is_reported_and_the_run_continues() {
 fn budget_stops_with_3_before_it_is_exceeded_and_a_higher_one_resumes() {
     let server = teacher();
     let project = taught_at(&server.url());
-    // Of the 0.012 that all rows cost.
+    // All rows cost 0.012.
     let said = project.querl(&["rewrite", "querl.toml", "--set", "budget=0.009"]);
     assert_eq!(said.code, Some(3), "{said:#?}");
     assert!(said.stderr.contains("the budget of 0.009 is spent: 0.0"), "{}", said.stderr);
@@ -96,13 +96,13 @@ fn budget_stops_with_3_before_it_is_exceeded_and_a_higher_one_resumes() {
         |project: &Project| read_spend(&project.path("run/calls.json")).unwrap()["rewrite"]["teacher m"].clone();
     let first = spent(&project);
     assert!((1..40).contains(&first.calls) && first.cost <= 0.009, "{first:?}");
-    // How many are under way at once does not decide on how much is left at the end.
+    // The amount that remains of the budget does not depend on the number of concurrent calls.
     let slowly = ["rewrite", "querl.toml", "--out", "slowly", "--set", "budget=0.009", "--set", "cache.enabled=false"];
     let slowly = project.querl(&[&slowly[..], &["--set", "teacher.max_concurrent=1"]].concat());
     assert_eq!(slowly.code, Some(3), "{slowly:#?}");
     let one_by_one = &read_spend(&project.path("slowly/calls.json")).unwrap()["rewrite"]["teacher m"];
     assert_eq!(one_by_one.calls, first.calls);
-    // The journal resumes, not the cache.
+    // Without the cache, the journal of the stage is used to resume.
     project.querl(&["rewrite", "querl.toml", "--set", "budget=1", "--set", "cache.enabled=false"]).ok();
     assert_eq!(server.n_requests() as u64, 40 + one_by_one.calls, "nothing is paid twice");
     assert_eq!(spent(&project).calls, 40);
@@ -111,7 +111,7 @@ fn budget_stops_with_3_before_it_is_exceeded_and_a_higher_one_resumes() {
     assert_eq!(unpriced.code, Some(2));
 }
 
-/// Regression: answers that were paid for and are thrown away, since the user said stop a moment before they came.
+/// Regression: responses that arrived after an interrupt were discarded, although they were paid for.
 #[cfg(unix)]
 #[test]
 fn interrupt_waits_for_what_is_under_way_and_nothing_is_paid_twice() {
@@ -131,7 +131,7 @@ fn interrupt_waits_for_what_is_under_way_and_nothing_is_paid_twice() {
     assert_eq!((server.n_requests(), spent.calls, spent.lost), (40, 40, 0));
 }
 
-/// Regression: "0 calls" for rows that the run would request again, and a price for stages that are finished.
+/// Regression: the dry run reported 0 calls for rows that the run would request again, and a price for finished stages.
 #[test]
 fn dry_run_reckons_with_what_the_run_would_do() {
     let server = teacher();
@@ -147,7 +147,7 @@ fn dry_run_reckons_with_what_the_run_would_do() {
     assert_eq!(steps(&["--set", "teacher.model=other"]), [json!(40.0)]);
 }
 
-/// Every file and folder in `folder`, with its content and the time of its last change.
+/// Every file and folder in `folder`, with content and modification time.
 fn tree(folder: &Path) -> BTreeMap<PathBuf, (Option<Vec<u8>>, SystemTime)> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(folder).unwrap().flatten() {
@@ -160,7 +160,7 @@ fn tree(folder: &Path) -> BTreeMap<PathBuf, (Option<Vec<u8>>, SystemTime)> {
     found
 }
 
-/// Regression: a dry run wanted the teacher's key, and wrote compiled plugins to the cache.
+/// Regression: a dry run required the teacher's API key, and wrote compiled plugins to the cache.
 #[test]
 fn dry_run_writes_nothing_and_needs_no_key() {
     let server = teacher();
@@ -176,7 +176,7 @@ fn dry_run_writes_nothing_and_needs_no_key() {
         &["--set", "teacher.api_key_env=NO_SUCH_KEY"],
         &["--set", "teacher.api_key_file=none", "--set", "judge.api_key_file=none"],
     ];
-    // Plugins that are not compiled yet are compiled in a temporary folder, which leaves the time of its removal.
+    // Uncached plugins are compiled in a temporary folder; its removal changes the modification time of the parent.
     let files = || {
         let mut files = tree(project.folder.path());
         files.remove(&folders[1]);
@@ -223,7 +223,7 @@ fn dry_run_reports_calls_and_prices_and_calls_nothing() {
     assert!(said.contains("no external service is called"), "{said}");
 }
 
-/// Regression: a dry run knew no price of retrieval.
+/// Regression: a dry run did not include the price of retrieval.
 #[test]
 fn dry_run_prices_retrieval_embeddings_and_reranking() {
     let project = taught_at("http://127.0.0.1:1");
@@ -255,7 +255,7 @@ fn dry_run_prices_retrieval_embeddings_and_reranking() {
     assert_eq!((cost(1), cost(3)), (("retrieval", 0.04, 0.04), ("retrieval.rerank", 0.08, 0.08)));
     let (provider, low, high) = cost(2);
     assert!(provider == "retrieval.embedding" && 0.0 < low && low < high, "{estimate}");
-    // 40 rows: the target of an edit needs one to four further lookups of each.
+    // 40 rows; computing the edit of a target takes one to four further searches per row.
     args[3] = "convert";
     args.extend(["--set", "data.rewrite_form=edit"]);
     let estimate: Value = serde_json::from_str(&project.querl(&args).ok().stdout).unwrap();
@@ -264,7 +264,7 @@ fn dry_run_prices_retrieval_embeddings_and_reranking() {
     assert_eq!(found["calls"], json!({"low": 40.0, "high": 160.0}), "{estimate}");
 }
 
-/// Symptom: the estimate had lookups of `with_history` for a table without histories, where it is not evaluated.
+/// Symptom: the estimate included searches of `with_history` for a table without histories, where it is not evaluated.
 #[test]
 fn dry_run_counts_the_query_with_its_history_only_where_there_are_histories() {
     let project = Project::new();
@@ -303,7 +303,7 @@ fn dry_run_counts_the_judge_calls_of_rewards() {
     assert!(of_plugins["calls"]["high"].as_f64() > Some(0.0), "{estimate}");
 }
 
-/// Symptom: the estimate had judge calls for the teacher's rewrite where no single reward reads both it and its judgement.
+/// Symptom: the estimate included judge calls for the teacher's rewrite although no single reward reads both it and its judgement.
 #[test]
 fn dry_run_counts_judgements_of_the_baseline_only_for_a_reward_that_reads_both() {
     let path = |path: &str| support::repository().join(path).display().to_string();
@@ -321,7 +321,7 @@ fn dry_run_counts_judgements_of_the_baseline_only_for_a_reward_that_reads_both()
     };
     // Half of 16 episodes and of 2 evaluations of 8 rows.
     assert_eq!(judge_calls([&probe("functions"), &probe("group")]), 16.0, "one reads the baseline, one the judgement");
-    // And of the baselines of 24 queries.
+    // Plus the baselines of 24 queries.
     assert_eq!(judge_calls([&probe("group"), &path("plugins/reward-competition")]), 28.0);
 }
 
@@ -371,7 +371,7 @@ fn local_model_is_teacher_and_what_it_cannot_answer_goes_to_the_fallback() {
     let model = repository().join("examples/tiny-qwen3");
     let local = format!("kind = \"local\"\nmodel_path = {:?}\nmax_tokens = 48", model.display().to_string());
     project.edit(RECORDED, &local);
-    // Longer than the model's positions.
+    // Longer than the model's context.
     let long = json!({"original_query": "鱼油怎么吃", "history_summary": "问过钙片。".repeat(2000)});
     project.write("queries.jsonl", &format!("{}\n{long}", project.read("queries.jsonl")));
     let said = project.querl(&["rewrite", "querl.toml"]).ok();
@@ -396,7 +396,7 @@ fn local_model_is_teacher_and_what_it_cannot_answer_goes_to_the_fallback() {
     assert_eq!(texts(&records), texts(&again), "the same model writes the same");
 }
 
-/// Both services quote the key wherever they can: in answers, in refusals, in words that are no JSON.
+/// Teacher and retrieval service that repeat the API key in responses, in error messages and in bodies that are not JSON.
 fn quoting_server() -> FaultyServer {
     FaultyServer::start(|asked| {
         let key = asked.authorization.clone().unwrap_or_default();
@@ -425,7 +425,7 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
 fn keys_are_in_no_file_and_no_output() {
     const OF_TEACHER: &str = "sk-of-the-teacher-0123456789";
     const OF_RETRIEVAL: &str = "key-of-the-retrieval-9876543210";
-    // All that has to do with requests. What compiles plugins would say more than all of it.
+    // All modules that handle requests. The log of the plugin compiler would be far longer.
     const LOG: &str = "info,querl=trace,querl_data=trace,reqwest=trace,hyper=trace,hyper_util=trace,rustls=trace";
     let server = quoting_server();
     let project = outside_at(&server);
@@ -462,7 +462,7 @@ fn contains(bytes: &[u8], key: &str) -> bool {
     bytes.windows(key.len()).any(|window| window == key.as_bytes())
 }
 
-/// The batch interface: a file goes up, a batch is worked on while it is asked for three times, a file comes down.
+/// A batch API: file upload, a batch that is finished after three polls, file download.
 fn batch_service() -> FaultyServer {
     let uploaded: Mutex<Vec<u8>> = Mutex::default();
     let n_polls: Mutex<u32> = Mutex::default();
@@ -494,7 +494,7 @@ fn batch_service() -> FaultyServer {
                 Answer::json(200, &batch(if *n_polls < 5 { "in_progress" } else { "completed" })).into()
             }
             ("GET", "/v1/files/out/content") => {
-                // The service's order is its own, and one row was refused.
+                // Results are in another order than the requests, and one row has an error.
                 let answer = |(n, line): (usize, &Value)| {
                     let body = json!({"choices": [{"message": {"content": format!("鱼油 {n}")}}],
                                       "usage": {"prompt_tokens": 100, "completion_tokens": 10}});
@@ -538,7 +538,7 @@ fn batch_is_taken_up_again_after_a_kill_and_paid_once_at_its_price() {
     assert!((spent.cost - 39.0 * 0.00015).abs() < 1e-9, "{spent:?}");
 }
 
-/// The rewrites and hits of a run, without the times they took.
+/// Rewrites and hits of a run, without times.
 fn results(project: &Project) -> BTreeMap<&'static str, String> {
     ["data/rewrites.jsonl", "data/validated.jsonl"]
         .into_iter()
@@ -546,7 +546,7 @@ fn results(project: &Project) -> BTreeMap<&'static str, String> {
         .collect()
 }
 
-/// Every kind of fault for seven of twenty requests, drawn by question and try.
+/// A fault for seven of twenty requests, of a kind that is drawn by prompt and attempt.
 fn faulty_teacher_and_retrieval() -> FaultyServer {
     let tries: Mutex<BTreeMap<Vec<u8>, u64>> = Mutex::default();
     FaultyServer::start(move |asked| {
@@ -572,13 +572,13 @@ fn faulty_teacher_and_retrieval() -> FaultyServer {
     })
 }
 
-/// 0 to 19; below 7 the request meets a fault.
+/// A number of 0 to 19; below 7 the request gets a fault.
 fn fate(asked: &RecordedRequest, n_try: u64) -> u32 {
     let digest = querl_core::fsx::digest_hex(format!("{n_try} {}", asked.json()).as_bytes());
     u32::from_str_radix(&digest[..8], 16).unwrap() % 20
 }
 
-/// How often each question was answered in whole.
+/// Number of complete responses for each prompt.
 fn whole_answers(server: &FaultyServer) -> Vec<u64> {
     let mut tries: BTreeMap<Vec<u8>, (u64, u64)> = BTreeMap::new();
     for asked in server.requests() {
@@ -595,7 +595,7 @@ fn found(asked: &RecordedRequest) -> Answer {
     Answer::json(200, &json!({"status": 200, "data": {"recall": [hit]}}))
 }
 
-/// A project whose teacher and retrieval are both at `server`.
+/// A project with teacher and retrieval at `server`.
 fn outside_at(server: &FaultyServer) -> Project {
     let project = taught_at(&server.url());
     let retrieval = format!("kind = \"http\"\nurl = \"{}/api/chat/general_rag\"\nmax_retries = 12", server.url());
@@ -653,7 +653,7 @@ fn rewriting_and_validating_killed_at_any_moment_end_as_if_never_killed() {
     println!("{n_runs} runs, killed {n_killed} times");
 }
 
-/// For docs/benchmarks.md: how near ten calls at once come to the ideal time.
+/// For docs/benchmarks.md: the time of 1,000 requests with ten concurrent ones, relative to the ideal time.
 #[test]
 #[ignore = "a figure: takes half a minute"]
 fn thousand_rows_of_a_slow_teacher_take_the_ideal_time() {
@@ -684,7 +684,7 @@ fn thousand_rows(project: &Project) {
     project.write("querl.toml", &project.read("querl.toml").replace(columns, ""));
 }
 
-/// For docs/benchmarks.md: what three faults in ten requests cost.
+/// For docs/benchmarks.md: the number of requests if 30% of them get a fault.
 #[test]
 #[ignore = "a figure: takes half a minute"]
 fn thousand_rows_under_injected_faults_end_once() {
@@ -705,10 +705,10 @@ fn thousand_rows_under_injected_faults_end_once() {
     );
 }
 
-/// A metric that a page names: the stage (empty for any) and the name, whose parts in capitals stand for any text.
+/// A documented metric: stage (empty for any stage) and name. Parts of the name in capitals stand for any text.
 type DocumentedMetric = (String, String);
 
-/// The metrics in the table of `metrics.jsonl` of a page. Words in parentheses and in the first column are no names.
+/// Reads the table of metrics from a page of the documentation. Words in parentheses and in the first column are not metrics.
 fn documented_metrics(page: &str) -> BTreeSet<DocumentedMetric> {
     let text = std::fs::read_to_string(repository().join(page)).unwrap();
     let section = text.split("\n## `metrics.jsonl`").nth(1).unwrap().split("\n## ").next().unwrap();
@@ -738,7 +738,7 @@ fn without_parentheses(text: &str) -> String {
     kept
 }
 
-/// `a/{b,c}/d` as `a/b/d` and `a/c/d`.
+/// Expands `a/{b,c}/d` to `a/b/d` and `a/c/d`.
 fn expanded(name: &str) -> Vec<String> {
     let Some((before, rest)) = name.split_once('{') else { return vec![name.to_owned()] };
     let (choices, after) = rest.split_once('}').unwrap();
@@ -750,7 +750,7 @@ fn is_metric((stage, pattern): &DocumentedMetric, (of, name): &(String, String))
     are_like(&pattern, &name) && (stage.is_empty() || stage == of)
 }
 
-/// Whether the parts of a name are those of a pattern, in which a part in capitals stands for one or more.
+/// True if a name matches a pattern; a part in capitals matches one or more parts.
 fn are_like(pattern: &[&str], name: &[&str]) -> bool {
     match pattern {
         [] => name.is_empty(),
@@ -761,7 +761,7 @@ fn are_like(pattern: &[&str], name: &[&str]) -> bool {
     }
 }
 
-/// Returns the metrics of `metrics.jsonl` by stage, and checks that each is in the event files and in the report too.
+/// Returns the metrics of `metrics.jsonl` by stage, and checks that each is also in the event files and in the report.
 fn recorded_metrics(project: &Project) -> BTreeSet<(String, String)> {
     let mut found = BTreeSet::new();
     for line in project.rows("run/metrics.jsonl") {
@@ -774,7 +774,7 @@ fn recorded_metrics(project: &Project) -> BTreeSet<(String, String)> {
     for (stage, name) in &found {
         let folder = project.path(&format!("run/tensorboard/{stage}"));
         let events = std::fs::read(&files_below(&folder)[0]).unwrap();
-        // A tag as protobuf encodes it: field, length, text.
+        // The tag in protobuf encoding: field, length, text.
         let tag = [&[0x0a, u8::try_from(name.len()).unwrap()], name.as_bytes()].concat();
         assert!(events.windows(tag.len()).any(|bytes| bytes == tag), "{name} of {stage} is in no event file");
         let is_drawn = report.match_indices(name.as_str()).any(|(at, _)| {
@@ -786,7 +786,7 @@ fn recorded_metrics(project: &Project) -> BTreeSet<(String, String)> {
     found
 }
 
-/// Teacher, judge and retrieval, which fails for every fourth rewrite that is not the teacher's.
+/// Teacher, judge and retrieval in one server. Retrieval fails for every fourth rewrite that is not the teacher's.
 fn service_of_everything() -> FaultyServer {
     let n_others = AtomicUsize::new(0);
     FaultyServer::start(move |asked| {
@@ -806,9 +806,9 @@ fn service_of_everything() -> FaultyServer {
     })
 }
 
-/// Regression: metrics of calls that the documentation names were in no file.
+/// Regression: documented metrics of calls were not in any file.
 ///
-/// Each condition under which a metric exists is one of the runs; a name that none of them records is a mistake of the page.
+/// Each condition under which a metric exists is one of the runs. A documented name that no run records is an error of the page.
 #[test]
 fn every_documented_metric_is_recorded_and_every_recorded_metric_is_documented() {
     let server = service_of_everything();
@@ -828,7 +828,7 @@ fn every_documented_metric_is_recorded_and_every_recorded_metric_is_documented()
         project.querl(&["run", "querl.toml"].into_iter().chain(sets).collect::<Vec<_>>()).ok();
         recorded.extend(recorded_metrics(&project));
         let of_rl = project.rows("run/metrics.jsonl").into_iter().filter(|line| line["stage"] == "rl");
-        // Empty rewrites, which an untrained policy writes before the first step, are not looked up.
+        // An untrained policy writes empty rewrites before the first step; they are not searched.
         for line in of_rl {
             let has = |name: &str| line[name].is_number();
             assert!(has("calls/judge j/calls") && has("cache/judgements/hit_rate"), "{line}");
@@ -839,7 +839,7 @@ fn every_documented_metric_is_recorded_and_every_recorded_metric_is_documented()
     let documented = documented_metrics("docs/files.md");
     assert!(documented.len() > 90, "{documented:?}");
     assert_eq!(documented_metrics("docs/zh-CN/files.md"), documented);
-    // Those of a rollout server are in tests/rollout_server.rs.
+    // The metrics of a rollout server are tested in tests/rollout_server.rs.
     let of_server = |metric: &(String, String)| metric.1.starts_with("rollout_corr/");
     let missing: Vec<_> = documented
         .iter()

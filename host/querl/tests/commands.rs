@@ -1,4 +1,4 @@
-//! Commands that need no run.
+//! Commands that do not use a run.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -63,14 +63,14 @@ fn completions_and_man_pages_cover_the_commands() {
     project.querl(&["man", "pages"]).ok();
     assert!(project.read("pages/querl.1").contains("SUBCOMMANDS"));
     assert!(project.read("pages/querl-plugin-pack.1").contains("\\-\\-sign"));
-    // Symptom: a completion script that could not be written was a panic.
+    // Symptom: the program panicked if a completion script could not be written.
     let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
     let output = project.command(&["completions", "bash"]).stdout(full).output().unwrap();
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert!(stderr.starts_with("error: stdout: ") && stderr.lines().count() == 1, "{stderr}");
 }
 
-/// Regression: every stage listed the flags of `querl run`, among them some without effect on it.
+/// Regression: every stage command had all flags of `querl run`, including some without effect on the stage.
 #[test]
 fn stage_commands_have_the_flags_that_act_on_their_stage() {
     let project = Project::new();
@@ -122,7 +122,7 @@ fn a_small_model_replaces_another_whole_or_not_at_all() {
     let files = || {
         let names = std::fs::read_dir(project.path("out")).unwrap().flatten().map(|entry| entry.file_name());
         let read = |name: std::ffi::OsString| (name.clone(), std::fs::read(project.path("out").join(name)).unwrap());
-        // The lock names the last process.
+        // The lock file contains the id of the last process.
         names.filter(|name| name != ".in-use").map(read).collect::<std::collections::BTreeMap<_, _>>()
     };
     let before = files();
@@ -182,7 +182,7 @@ fn documentation_of_the_configuration_has_every_key_as_it_is() {
     assert!(missing.is_empty(), "{}", missing.join("\n"));
 }
 
-/// The keys in a message about one that does not exist, with `prefix`.
+/// The keys that the error for an unknown key lists, with `prefix`.
 fn expected_keys(project: &Project, text: &str, prefix: &str) -> BTreeSet<String> {
     project.write("pretrain.toml", text);
     let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
@@ -190,14 +190,14 @@ fn expected_keys(project: &Project, text: &str, prefix: &str) -> BTreeSet<String
     names.split('`').skip(1).step_by(2).map(|name| format!("{prefix}{name}")).collect()
 }
 
-/// Symptom: the page showed the table of another command.
+/// Symptom: the page had the table of another command.
 #[test]
 fn both_pages_of_the_configuration_have_the_keys_of_a_pretraining() {
     let project = Project::new();
     let mut expected = expected_keys(&project, "nothing = 1\n", "");
     assert!(expected.remove("model") && expected.remove("train"), "{expected:?}");
     expected.extend(expected_keys(&project, "[model]\nnothing = 1\n", "model."));
-    // There is no adapter, and no stage that follows.
+    // Pretraining has no adapter and no following stage.
     let without_effect = [
         "method",
         "lora_rank",
@@ -218,7 +218,7 @@ fn both_pages_of_the_configuration_have_the_keys_of_a_pretraining() {
         for row in section.lines().filter(|line| line.starts_with("| `")) {
             let cell = row.split(" | ").next().unwrap();
             let names: Vec<&str> = cell.split('`').skip(1).step_by(2).collect();
-            // `train.batch_size`, `epochs`: the first name has the section of all.
+            // `train.batch_size`, `epochs`: the section of the first name applies to all.
             let shared = names[0].split_once('.').map(|(section, _)| section);
             found.extend(names.iter().map(|name| match shared {
                 Some(section) if !name.contains('.') => format!("{section}.{name}"),

@@ -1,4 +1,4 @@
-//! Query tables as people have them, the tables that stages write, and what is said about both.
+//! Query tables in several formats, the tables that stages write, and the messages about both.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -17,7 +17,7 @@ fn csv(rows: &[[String; 3]], delimiter: &str) -> String {
     std::iter::once(&header).chain(rows).map(|row| row.join(delimiter) + "\r\n").collect()
 }
 
-/// Takes the English column names out of the configuration, so that those of people are looked for.
+/// Removes the column names from the configuration, so that the default names are searched.
 fn with_default_columns(project: &Project) {
     for line in [
         "query_column = \"original_query\"\n",
@@ -28,7 +28,7 @@ fn with_default_columns(project: &Project) {
     }
 }
 
-/// Regression: a path given by a flag was looked up in the folder of the configuration.
+/// Regression: a path given by a flag was relative to the folder of the configuration.
 #[test]
 fn a_run_is_the_same_from_every_folder() {
     let project = Project::new();
@@ -44,7 +44,7 @@ fn a_run_is_the_same_from_every_folder() {
         "{said:#?}"
     );
     assert_eq!(project.read("run/config.resolved.toml"), resolved);
-    // The same rows give the same bytes, at whatever time they are written.
+    // Equal rows give equal bytes at any time.
     project
         .querl(&[
             "validate",
@@ -86,7 +86,7 @@ fn a_table_makes_the_same_dataset_in_every_encoding_and_format() {
     for (input, out) in [("utf8.tsv", "b"), ("mark.tsv", "c"), ("gb.tsv", "d")] {
         assert!(train(input, out) == first, "{input}");
     }
-    // What one run wrote is another's query table.
+    // The output of one run is the query table of another.
     project
         .querl(&[
             "rewrite",
@@ -180,7 +180,7 @@ fn stats_say_what_became_of_the_rows() {
     assert!(text.contains(" rows, 0 like a row of train\n"), "{text}");
 }
 
-/// Regression: what a recorded teacher lacks was only said once the stage had run, and `data stats` took a file that is no recording.
+/// Regression: queries without a recorded rewrite were only reported by the stage, and `data stats` accepted a file that is not a recording.
 #[test]
 fn what_a_recorded_teacher_lacks_is_said_before_the_stage() {
     let project = Project::new();
@@ -197,14 +197,14 @@ fn what_a_recorded_teacher_lacks_is_said_before_the_stage() {
     project.write("teacher.jsonl", "original_query,rewritten_query\na,b\n");
     let refused = project.refusal(&["data", "stats", "querl.toml"], 2);
     assert!(refused.starts_with("teacher.jsonl:1: not JSON"), "{refused}");
-    // Symptom: of a finished stage too, whose figures are in the ledger.
+    // Symptom: the same for a finished stage, whose counts are in the ledger.
     project.write("teacher.jsonl", &rows);
     project.querl(&["rewrite", "querl.toml"]).ok();
     project.write("teacher.jsonl", "original_query,rewritten_query\na,b\n");
     project.querl(&["data", "stats", "querl.toml"]).ok();
 }
 
-/// Symptom: the page showed a funnel that no run of the example has.
+/// Symptom: the page had a funnel that no run of the example has.
 #[test]
 fn the_documented_funnel_is_that_of_the_example() {
     let project = Project::new();
@@ -219,7 +219,7 @@ fn the_documented_funnel_is_that_of_the_example() {
     }
 }
 
-/// Every query once more with a particle at its end, in a group of its own: some pairs part, and test is no test any more.
+/// Adds each query a second time with a final particle and in its own group. Some pairs are then in different splits: the test split leaks.
 fn add_near_duplicates(project: &Project) {
     for file in ["queries.jsonl", "teacher.jsonl"] {
         let again = project.rows(file).into_iter().map(|mut row| {
@@ -255,14 +255,14 @@ fn no_call_or_training_where_rows_of_test_are_nearly_in_train() {
     let said: Value = serde_json::from_str(&said.stdout).unwrap();
     let n_seen = said["stages"][3]["facts"]["rows of test nearly in train"].as_u64().unwrap();
     assert!(n_seen > 0 && n_seen <= of_table && n_seen == n_leaked(), "filters may drop rows of train: {n_seen}");
-    // However often the result is used again.
+    // The reminder is repeated each time the result is used.
     let again = project.querl(&warned).ok().stderr;
     let reminder =
         format!("warning: {n_seen} row(s) of test were in train or nearly equal to a row of it when sft was trained");
     assert!(again.contains(&reminder), "{again}");
 }
 
-/// Regression: a query more in the table, and a finished training was removed before the new one was refused.
+/// Regression: after a query was added to the table, a finished training was removed before the new one was refused.
 #[test]
 fn a_finished_training_stays_where_the_next_is_refused() {
     let project = Project::new();
@@ -276,7 +276,7 @@ fn a_finished_training_stays_where_the_next_is_refused() {
     assert!(project.path("run/sft/best/adapter_model.safetensors").is_file());
 }
 
-/// Regression: a run that read a table of its own folder removed it.
+/// Regression: a run whose query table is in its own folder removed the table.
 #[test]
 fn a_table_that_a_run_writes_itself_is_not_its_query_table() {
     let project = Project::new();
@@ -292,13 +292,13 @@ fn a_table_that_a_run_writes_itself_is_not_its_query_table() {
     project.querl(&["rewrite", "querl.toml", "--set", "data.input=run/data/rewrites.xlsx", "--out", "other"]).ok();
 }
 
-/// A file may not become longer than half of what the workbook needs: to a writer this is a full disk.
+/// A limit on file size of half the workbook's size: to a writer this is a full disk.
 #[cfg(unix)]
 #[test]
 fn a_full_disk_is_reported_and_the_rewrites_stay() {
     let project = Project::new();
     project.querl(&["rewrite", "querl.toml", "--out", "warm"]).ok();
-    // Each of these characters is five of XML.
+    // Each of these characters takes five bytes in XML.
     let row = |n: usize| {
         let query = format!("鱼油{n}{}", "&".repeat(3000));
         let rewrite = format!("鱼油{}", "&".repeat(3000));

@@ -1,4 +1,4 @@
-//! `data.dataset` through the command line: datasets of other frameworks in place of query table and teacher.
+//! `data.dataset` through the command line: datasets of other frameworks instead of query table and teacher.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use support::Project;
 use support::tenants::project;
 
-/// The rows of a split: id of the query and rewrite.
+/// The rows of a split: query id and rewrite.
 fn targets(project: &Project, split: &str) -> Vec<(String, String)> {
     let text = |value: &Value| value.as_str().unwrap().to_owned();
     let target = |row: &Value| {
@@ -35,7 +35,7 @@ fn prompts_and_completions_are_trained_on_and_evaluated_without_a_teacher() {
     let said = project.querl(&["run", "querl.toml"]).ok().stderr;
     let warning = "row(s) of data.dataset have another prompt than plugins.prompt writes";
     assert!(said.contains("trl.jsonl (dataset)") && said.contains(warning), "{said}");
-    // The same queries, completions and groups: the same splits, and what the filters kept.
+    // Equal queries, completions and groups give equal splits and equal results of the filters.
     for split in ["train", "val", "test"] {
         let [own, recorded] = ["run", "recorded"].map(|run| targets(&project, &format!("{run}/data/{split}.jsonl")));
         assert_eq!(
@@ -43,7 +43,7 @@ fn prompts_and_completions_are_trained_on_and_evaluated_without_a_teacher() {
             recorded.iter().map(|row| &row.0).collect::<Vec<_>>()
         );
     }
-    // A row without an assistant message ends in its prompt, which differs.
+    // A row without an assistant message ends with its prompt, which differs.
     let has_target = |row: &Value| row["messages"].as_array().unwrap().last().unwrap()["role"] == "assistant";
     let kept = |run: &str| {
         let path = format!("{run}/data/train.jsonl");
@@ -84,7 +84,7 @@ fn messages_of_ms_swift_in_files_of_their_own_are_the_splits() {
     let numbers: Vec<Value> =
         project.rows("run/data/test.jsonl").iter().map(|row| row["metadata"]["row"].clone()).collect();
     assert_eq!(numbers, [36, 37, 38, 39, 40].map(Value::from), "rows are numbered through the files");
-    // Another division is another dataset.
+    // Another division into splits is another dataset.
     project.write("val.jsonl", &lines[30..34].join("\n"));
     let said = project.querl(&args).ok().stderr;
     assert!(said.contains("convert: running") && said.contains("dataset val"), "{said}");

@@ -1,4 +1,4 @@
-//! `querl deploy` through the command line: the folder serves elsewhere, without the runs, what the runs would serve.
+//! `querl deploy` through the command line: the deployment folder serves the same rewrites as the runs, without the runs.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -11,7 +11,7 @@ use support::server::Server;
 use support::tenants::{RUNS, project};
 
 const SERVE: [&str; 2] = ["serve", "rewrite"];
-/// With a table of all metrics.
+/// The page with the table of all metrics.
 const PAGE: &str = include_str!("../../../docs/serving.md");
 
 fn files(folder: &Path) -> Vec<PathBuf> {
@@ -33,7 +33,7 @@ fn evaluated(folder: &str) -> Vec<(Value, String)> {
     rewritten.collect()
 }
 
-/// The names of metrics in a query of Prometheus.
+/// Names of metrics in a Prometheus query.
 fn metrics(query: &str) -> BTreeSet<String> {
     let words = query.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
     words.filter(|word| word.starts_with("querl_")).map(str::to_owned).collect()
@@ -62,7 +62,7 @@ async fn a_deployment_serves_the_rewrites_of_eval_at_another_place_without_its_r
         }
     }
 
-    // Every panel of the dashboard shows a metric that there is.
+    // Every panel of the dashboard shows an existing metric.
     let text = server.client.get(format!("{}/metrics", server.url)).send().await.unwrap().text().await.unwrap();
     let known: BTreeSet<&str> =
         text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
@@ -78,7 +78,7 @@ async fn a_deployment_serves_the_rewrites_of_eval_at_another_place_without_its_r
         for name in named {
             let family = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| name.strip_suffix(suffix));
             let is_known = known.contains(name.as_str()) || family.is_some_and(|family| known.contains(family));
-            // Some are counted from their first event; the page has them all.
+            // Some metrics exist after their first event only; the page lists all.
             assert!(is_known || documented.contains(name.trim_start_matches("querl_rewrite_")), "{query}: {name}");
         }
         n_queries += 1;
@@ -86,7 +86,7 @@ async fn a_deployment_serves_the_rewrites_of_eval_at_another_place_without_its_r
     assert!(n_queries >= 21);
 }
 
-/// A link, the current folder and a mount point cannot be replaced.
+/// The output folder cannot be a link, the current folder or a mount point.
 #[cfg(unix)]
 #[test]
 fn an_empty_folder_that_cannot_be_replaced_gets_the_deployment() {
@@ -124,7 +124,7 @@ fn a_referenced_base_must_be_the_one_of_the_digests() {
     let missing = serve(&["deployment"]);
     let expected = "deployment/base/config.json: is missing; put that base model at deployment/base";
     assert!(missing.contains(expected), "{missing}");
-    // Another base: one other byte in its weights.
+    // Another base model: one byte of its weights differs.
     project.copy_model("deployment/base");
     let weights = project.path("deployment/base/model.safetensors");
     let mut bytes = std::fs::read(&weights).unwrap();
@@ -146,7 +146,7 @@ fn what_cannot_be_deployed_is_refused_and_leaves_nothing() {
     assert_eq!(refused(&["run", "--out", "other"]), "other: is not empty; name a new folder");
     assert_eq!(refused(&["run", "--out", "querl.toml"]), "querl.toml: is a file; name a new folder");
     assert!(refused(&["model", "--out", "new"]).contains("not a run's folder"));
-    // After full fine-tuning a run has a base of its own.
+    // After full fine-tuning a run has its own base model.
     let whole = ["--to", "sft", "--out", "whole", "--set", "tenant=whole", "--set", "sft.method=full"];
     project.querl(&[&["run", "querl.toml"], &whole[..]].concat()).ok();
     let bases = refused(&["run", "whole", "--out", "new"]);
@@ -183,7 +183,7 @@ fn the_trained_model_of_a_run_is_exported_as_a_gguf_file() {
     project.write("model/config.json", &config);
     let classifier = refused(&["model", "--out", "a.gguf"]);
     assert!(classifier.contains("architecture `Qwen3ForSequenceClassification` is not supported"), "{classifier}");
-    // The adapter of a run is checked against what the run recorded.
+    // The adapter is compared with the digest that the run recorded.
     let weights = project.path("run/rl/best/adapter_model.safetensors");
     let mut bytes = std::fs::read(&weights).unwrap();
     *bytes.last_mut().unwrap() ^= 1;

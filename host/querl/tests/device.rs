@@ -1,5 +1,5 @@
-//! GPUs without a GPU: messages about a driver that only answers queries (`support/fake_driver`), and whole runs whose jobs cross into
-//! `libquerl_cuda` and run there on the CPU.
+//! GPU features without a GPU: messages with a fake driver that only answers queries (`support/fake_driver`), and complete runs whose jobs
+//! are executed by `libquerl_cuda` on the CPU.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 
@@ -12,7 +12,7 @@ use support::Project;
 use support::process::{interrupted, signal};
 use support::results::{assert_same, project, results, run_until, sft_results};
 
-/// The library that cargo builds with the other dependencies of the tests, without CUDA.
+/// The library without CUDA, which cargo builds with the other dependencies of the tests.
 fn library() -> PathBuf {
     let deps = Path::new(env!("CARGO_BIN_EXE_querl")).parent().unwrap().join("deps");
     let path = deps.join("libquerl_cuda.so");
@@ -20,8 +20,8 @@ fn library() -> PathBuf {
     path
 }
 
-/// The driver that only answers, made once in each run of these tests, always at the same place. Put there whole: another run of
-/// them may be using the one before.
+/// The fake driver, compiled once per test run to a fixed path. It is renamed into place, because another test run may be using the
+/// previous one.
 static DRIVER: LazyLock<PathBuf> = LazyLock::new(|| {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fake_driver");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/fake_driver/libcuda.rs");
@@ -34,7 +34,7 @@ static DRIVER: LazyLock<PathBuf> = LazyLock::new(|| {
     kept
 });
 
-/// A command whose jobs go through the library, to be done by its processor.
+/// A command whose jobs are executed by the library, on the CPU.
 fn across(project: &Project, args: &[&str]) -> Command {
     let mut command = project.command(args);
     command.env("QUERL_CUDA_ON_CPU", "1").env("QUERL_CUDA_LIBRARY", library());
@@ -51,7 +51,7 @@ fn args(sets: &[&'static str]) -> Vec<&'static str> {
     ["run", "querl.toml", "--to", "eval"].into_iter().chain(sets.iter().flat_map(|set| ["--set", *set])).collect()
 }
 
-/// Off by one, so that the host is asked by several threads of the library; several samples, a checkpoint now and then.
+/// With `off_by_one`, several threads of the library call the host; several samples and periodic checkpoints.
 const SETS: [&str; 8] = [
     "sft.max_steps=6",
     "sft.save_steps=2",
@@ -79,7 +79,7 @@ fn a_run_through_the_library_leaves_the_bytes_of_one_within_the_program() {
     assert_eq!(records(&across_it), records(&within));
 }
 
-/// Two ranks on the two devices that are named: of the library's processor, and of the program's.
+/// Two ranks on two named devices, both the CPU: in the library, and in the program.
 #[test]
 fn two_ranks_leave_the_same_bytes_on_both_sides_and_nearly_those_of_one() {
     let (one, within, across_it) = (project(), project(), project());
@@ -90,7 +90,7 @@ fn two_ranks_leave_the_same_bytes_on_both_sides_and_nearly_those_of_one() {
     assert_eq!(code, Some(0), "{said}");
     assert_same(&across_it, &results(&within));
     assert_eq!(records(&across_it), records(&within));
-    // Nobody waits as long for an answer as two ranks that share a processor take.
+    // Two ranks that share a CPU have a higher latency.
     let has_latency = |project: &Project| {
         let of_model = |line: &str| line.contains("\"system\":\"sft\"");
         let text = project.read("run/eval/records.jsonl");
@@ -101,7 +101,7 @@ fn two_ranks_leave_the_same_bytes_on_both_sides_and_nearly_those_of_one() {
     assert!(has_latency(&one).iter().all(|has| *has) && has_latency(&within).iter().all(|has| !has));
     let (of_one, of_two) = (losses(&one), losses(&within));
     assert_eq!((of_one.len(), of_two.len()), (6, 6));
-    // Dropout has masks of its own on each rank: the losses are near, and not the same.
+    // Dropout masks differ between ranks: losses are close, but not equal.
     assert!(of_one.iter().zip(&of_two).all(|(a, b)| (a - b).abs() < 0.05 * a.abs()), "{of_one:?}, {of_two:?}");
 }
 
@@ -136,7 +136,7 @@ fn two_interrupted_ranks_resume_and_another_number_of_ranks_starts_over() {
     assert!(!three.stderr.contains("resuming from step"), "{three:#?}");
 }
 
-/// Started on one side, stopped by a signal that is seen within the library, resumed on the other side.
+/// Started in the program or the library, stopped by a signal, which the library checks, and resumed in the other one.
 #[test]
 fn a_stop_reaches_the_library_and_either_side_resumes() {
     let (unbroken, stopped) = (project(), project());
@@ -172,7 +172,7 @@ fn an_error_of_the_environment_crosses_back_as_it_was() {
     assert_eq!((code, last(&said)), (within.code, last(&within.stderr)));
 }
 
-/// What `querl run` says of a device, with some figures of the driver and some library.
+/// The error of `querl run` for a device, with these answers of the driver and this library.
 fn refusal(device: &str, figures: &[(&str, &str)], library: &Path) -> String {
     let project = project();
     let mut command = project.command(&["run", "querl.toml", "--set", &format!("device={device}")]);
@@ -184,7 +184,7 @@ fn refusal(device: &str, figures: &[(&str, &str)], library: &Path) -> String {
     said.strip_suffix("; \"cpu\" and \"auto\" do without").unwrap_or(&said).to_owned()
 }
 
-/// A device, figures of the driver, a library, and what is said.
+/// Device, answers of the driver, library, error message.
 type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a Path, &'a str);
 
 #[test]
@@ -246,7 +246,7 @@ fn losses(project: &Project) -> Vec<f64> {
     project.read("run/metrics.jsonl").lines().filter_map(value).collect()
 }
 
-/// A command whose jobs go through the library that the environment names, to be run on GPUs.
+/// A command whose jobs are executed on GPUs by the library that the environment names.
 fn on_gpus(project: &Project, args: &[&str], device: &str) -> Command {
     let library = std::env::var_os("QUERL_CUDA_LIBRARY").expect("QUERL_CUDA_LIBRARY names the library");
     let mut command = project.command(args);
@@ -254,8 +254,8 @@ fn on_gpus(project: &Project, args: &[&str], device: &str) -> Command {
     command
 }
 
-/// `QUERL_CUDA_LIBRARY=.../libquerl_cuda.so cargo test -p querl --test device -- --ignored`, where `libcuda.so.1` is a driver or
-/// the simulated one (tests/cuda). Activations are bf16 there: losses agree to a few thousandths.
+/// `QUERL_CUDA_LIBRARY=.../libquerl_cuda.so cargo test -p querl --test device -- --ignored`, with `libcuda.so.1` of NVIDIA or of the
+/// simulator (tests/cuda). Activations are bf16 on a GPU: losses agree to a few thousandths.
 #[test]
 #[ignore = "needs a GPU or the simulated driver, and a library that was built with CUDA"]
 fn a_gpu_fine_tunes_as_the_cpu_does_and_resumes() {
@@ -279,7 +279,7 @@ fn a_gpu_fine_tunes_as_the_cpu_does_and_resumes() {
     assert!(sft_results(&broken) == sft_results(&unbroken));
 }
 
-/// As the test before: the whole way to the evaluation, killed in the middle of reinforcement learning.
+/// As the previous test, through all stages to the evaluation, killed during reinforcement learning.
 #[test]
 #[ignore = "needs a GPU or the simulated driver, and a library that was built with CUDA"]
 fn a_gpu_runs_rl_and_resumes() {
@@ -300,7 +300,7 @@ fn a_gpu_runs_rl_and_resumes() {
     assert_eq!(records(&broken), records(&unbroken));
 }
 
-/// As the tests before, with a model sharded over two GPUs, from fine-tuning to the evaluation.
+/// As the previous tests, with a model sharded over two GPUs, from fine-tuning to the evaluation.
 #[test]
 #[ignore = "needs two GPUs or the simulated driver with two, and a library that was built with CUDA"]
 fn two_gpus_with_tensor_parallelism_train_and_generate() {

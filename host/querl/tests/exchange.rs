@@ -1,5 +1,5 @@
-//! `querl export verl`, `trl`, `swift` and `openrlhf`, and `querl import`, through the command line: a run moves to another engine and its adapter
-//! back.
+//! `querl export verl`, `trl`, `swift` and `openrlhf`, and `querl import`, through the command line: a run is exported to another engine, and
+//! its adapter is imported again.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -11,7 +11,7 @@ use support::results::copy;
 use support::tenants::project;
 use support::{Project, model};
 
-/// What another engine left: the SFT adapter with other weights, and the log of two steps.
+/// Writes the output of another engine: the SFT adapter with other weights, and a log of two steps.
 fn train_elsewhere(project: &Project) {
     copy(&project.path("run/sft/best"), &project.path("trained"));
     halve(&project.path("trained/adapter_model.safetensors"));
@@ -19,7 +19,7 @@ fn train_elsewhere(project: &Project) {
     project.write("trained/trainer_state.json", &history.to_string());
 }
 
-/// Halves the weights of a safetensors file in f32: the length of its header, the header, the values.
+/// Halves all weights of an f32 safetensors file (header length, header, values).
 fn halve(path: &Path) {
     let mut bytes = std::fs::read(path).unwrap();
     let n_header = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().unwrap())).unwrap();
@@ -73,7 +73,7 @@ fn a_run_is_exported_to_trl_and_its_adapter_is_imported_and_evaluated() {
     let evaluated = project.querl(&["eval", "run/config.resolved.toml", "--out", "run"]).ok();
     assert!(evaluated.stderr.contains("best of rl changed") && evaluated.stdout.contains("rl"), "{evaluated:#?}");
     project.querl(&["report", "run"]).ok();
-    // A later import keeps both earlier results. That of another base is said.
+    // A later import keeps both earlier results. An adapter of another base is reported.
     let settings = project.read("trained/adapter_config.json");
     let mut settings: Value = serde_json::from_str(&settings).unwrap();
     settings["base_model_name_or_path"] = "some/other-model".into();
@@ -110,7 +110,7 @@ fn responses_that_are_edits_are_counted_and_said_at_export() {
     assert!(again.stderr.contains("convert: running (data.rewrite_form changed)\n"), "{again:#?}");
 
     project.querl(&run).ok();
-    // Symptom: targets that an older program had made with fewer forms were up to date.
+    // Symptom: targets made by an older version with fewer forms of edits were treated as up to date.
     let mut older: Value = serde_json::from_str(&project.read("edits/stages.json")).unwrap();
     older["stages"]["convert"]["inputs"].as_object_mut().unwrap().remove("forms of edits in targets").unwrap();
     project.write("edits/stages.json", &older.to_string());
@@ -125,12 +125,12 @@ fn responses_that_are_edits_are_counted_and_said_at_export() {
     }
 }
 
-/// Regression: the next result of the stage removed a finished result that an import had left in `previous/rl`.
+/// Regression: the next result of the stage removed a finished result that an import had moved to `previous/rl`.
 #[test]
 fn an_import_keeps_a_finished_result_that_an_unfinished_run_had_set_aside() {
     let project = project();
     train_elsewhere(&project);
-    // A, the finished result of the run, is in previous/rl/finished; B is what was imported, unfinished and with a state to resume from.
+    // A, the finished result of the run, is in previous/rl/finished. B is the imported result, unfinished and with a state to resume from.
     project.querl(&["import", "peft", "trained", "--run", "run"]).ok();
     let first = std::fs::read(project.path("run/previous/rl-before-import-1/finished/entry.json")).unwrap();
     std::fs::rename(project.path("run/previous/rl-before-import-1"), project.path("run/previous/rl")).unwrap();
@@ -184,7 +184,7 @@ fn a_run_is_exported_to_verl_with_scripts_and_parquet() {
     ] {
         assert!(script.contains(setting), "{setting}: {script}");
     }
-    // Regression: a line `querl`, which is on no package index, so that anybody could take that name there.
+    // Regression: a line `querl`, a name that is not registered on the package index, so that anybody could publish a package there.
     let requirements = project.read("verl/requirements.txt");
     let own = requirements.lines().filter(|line| line.contains("querl"));
     assert!(own.clone().count() > 0 && own.clone().all(|line| line.starts_with('#')), "{requirements}");
@@ -192,7 +192,7 @@ fn a_run_is_exported_to_verl_with_scripts_and_parquet() {
         let checked = std::process::Command::new("bash").arg("-n").arg(project.path("verl").join(script)).status();
         assert!(checked.unwrap().success(), "{script}");
     }
-    // Symptom: hydra read the rest of the folder's name as syntax, or resolved it.
+    // Symptom: hydra parsed the folder's name as override syntax, or resolved it as an interpolation.
     for name in ["a\"b", "${y}"] {
         std::fs::rename(project.path("verl"), project.path(name)).unwrap();
         let refused = std::process::Command::new("bash").arg(project.path(name).join("train.sh")).output().unwrap();
@@ -204,7 +204,7 @@ fn a_run_is_exported_to_verl_with_scripts_and_parquet() {
     assert!(mapping.contains("| `rl.kl_target` | `0.0` | none |") && !mapping.contains('@'), "{mapping}");
 }
 
-/// Names between `@` that a template was left with.
+/// Placeholders `@NAME@` that were not replaced in a template.
 fn place_holders(text: &str) -> Vec<&str> {
     let is_name = |part: &&str| !part.is_empty() && part.chars().all(|c| c.is_ascii_uppercase());
     text.split('@').skip(1).filter(is_name).collect()

@@ -1,4 +1,4 @@
-//! From requests to a query table through the command line: a server logs, `querl data from-log` makes a table, a run takes it.
+//! From requests to a query table through the command line: a server logs, `querl data from-log` makes a table, a run reads it.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -92,7 +92,7 @@ async fn a_filter_plugin_keeps_texts_out_of_the_log() {
         refused(&["--request_log", "querl.toml"]).contains("--request_log: querl.toml is a file; expected a folder")
     );
 
-    // It drops requests that found nothing, and requests of the log have no passages: all of them.
+    // The filter drops requests without hits. Requests of the log have no passages, so that all are dropped.
     let filter = plugin("filter-quality");
     let args = ["run", "--request_log", "log", "--request_log_filter", &filter, "--deadline_ms", "60000"];
     let mut server = Server::start(&project, &SERVE, &args);

@@ -1,8 +1,8 @@
-//! Training that is stopped in every way and started again ends with the bytes of one that never was. Work that saves nothing ends at the
+//! A training that was stopped in any way and resumed writes the same bytes as an uninterrupted one. Commands that save no state end at the
 //! first signal.
 //!
-//! `QUERL_KILLS=100 cargo test --release -p querl --test kill -- --nocapture` kills so many times; `QUERL_KILL_SEED` sets the
-//! moments. How far a run has come by then depends on the machine: other machines try other moments.
+//! `QUERL_KILLS=100 cargo test --release -p querl --test kill -- --nocapture` sets the number of kills, `QUERL_KILL_SEED` the seed of their
+//! times. The progress of a run at that time depends on the speed of the machine.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)]
 
@@ -19,8 +19,8 @@ use support::Project;
 use support::process::{self, number};
 use support::results::{assert_same, copy, project, results, run_until, sft_results};
 
-/// Settings that a killed run must survive: checkpoints at odd steps, several samples, critics with and without an adapter,
-/// batches that are generated one step ahead.
+/// Settings whose state must survive a kill: checkpoints at odd steps, several samples, critics with and without an adapter, batches that
+/// are generated one step ahead.
 const PLAIN: [&str; 10] = [
     "sft.max_steps=13",
     "sft.epochs=9",
@@ -44,7 +44,7 @@ fn start(project: &Project, args: &[&str]) -> Child {
     project.command(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
 }
 
-/// Numbers below 1 from a seed: SplitMix64.
+/// Random numbers below 1 from a seed: SplitMix64.
 struct Random(u64);
 
 impl Random {
@@ -56,7 +56,7 @@ impl Random {
     }
 }
 
-/// The stage that was under way.
+/// The stage in progress.
 fn stage_of(project: &Project) -> &'static str {
     let ledger: Value = serde_json::from_str(&project.read("run/stages.json")).unwrap();
     let is_finished = |stage: &str| ledger["stages"][stage]["finished"] == true;
@@ -67,14 +67,14 @@ fn stage_of(project: &Project) -> &'static str {
     }
 }
 
-/// After so many a run may come to its end: there are moments enough in others.
+/// After this number of kills a run may finish.
 const KILLS_OF_A_RUN: usize = 5;
 
-/// What a run with some settings leaves, and the states to start such runs from, with the time that they then take.
+/// The results of an uninterrupted run with some settings, and the states from which killed runs start, with the duration from there.
 struct Reference<'a> {
     args: Vec<&'a str>,
     results: BTreeMap<String, Vec<u8>>,
-    /// Before fine-tuning, and before reinforcement learning: either stage is met however long the other is.
+    /// The states before fine-tuning and before reinforcement learning, so that both stages are killed independently of their durations.
     starts: [(Project, Duration); 2],
 }
 
@@ -123,8 +123,8 @@ fn a_training_that_is_killed_at_any_moment_ends_as_one_that_was_never_killed() {
     }
 }
 
-/// A kill while scores of rollouts are awaited: judgements that had returned are not requested again, and policy and episodes are those of a
-/// run that was never killed.
+/// A kill during judge requests for rollouts: completed judgements are not requested again, and policy and episodes are those of an
+/// uninterrupted run.
 #[test]
 fn a_training_killed_while_scores_are_awaited_pays_for_no_judgement_twice() {
     let server = FaultyServer::start(|_| {
@@ -145,7 +145,7 @@ fn a_training_killed_while_scores_are_awaited_pays_for_no_judgement_twice() {
     };
     let left = |project: &Project| {
         let mut found = results(project);
-        // It counts the calls that were made and those that the cache saved.
+        // It counts the calls made and the calls answered by the cache.
         found.remove("metrics.jsonl");
         found
     };
@@ -159,7 +159,7 @@ fn a_training_killed_while_scores_are_awaited_pays_for_no_judgement_twice() {
             assert!(child.try_wait().unwrap().is_none(), "ended before the kill");
             std::thread::sleep(Duration::from_millis(2));
         }
-        // The response before this request is on disk by then, and that to it has not been sent.
+        // By now the response before this request is on disk, and the response to this one has not been sent.
         std::thread::sleep(Duration::from_millis(60));
         child.kill().unwrap();
         child.wait().unwrap();
@@ -168,7 +168,7 @@ fn a_training_killed_while_scores_are_awaited_pays_for_no_judgement_twice() {
     let asked: Vec<String> =
         server.requests().split_off(n_whole).iter().map(|asked| asked.json().to_string()).collect();
     let n_twice = asked.len() - asked.iter().collect::<BTreeSet<_>>().len();
-    // At a kill one request is under way, and one response may not be on disk on a slow machine.
+    // At each kill one request is in progress, and one response may not be on disk yet on a slow machine.
     assert!(n_twice <= 2 * 3, "{n_twice} of {} requests were sent twice", asked.len());
     assert!(left(&killed) == left(&whole), "policy or episodes differ from those of a run that was never killed");
 }
@@ -180,10 +180,10 @@ fn sft_args<'a>(more: &[&'a str]) -> Vec<&'a str> {
     ["run", "querl.toml", "--to", "sft"].into_iter().chain(sets).collect()
 }
 
-/// Regression: the second SIGHUP of a closed terminal ended the training at once, without its state.
+/// Regression: the second SIGHUP of a closed terminal ended the training at once, without saving its state.
 #[test]
 fn an_interrupted_stage_resumes_and_starts_over_on_other_inputs() {
-    // Tests that were started with `nohup` hand an ignored SIGHUP to their children.
+    // Tests that were started with `nohup` inherit an ignored SIGHUP, and so would their children.
     // SAFETY: it sets the default action.
     unsafe { libc::signal(libc::SIGHUP, libc::SIG_DFL) };
     let (unbroken, stopped) = (project(), project());
@@ -199,7 +199,7 @@ fn an_interrupted_stage_resumes_and_starts_over_on_other_inputs() {
         said
     };
     interrupt(2, &["-INT"]);
-    // Far from a multiple of `save_steps`: the interrupt itself saved what was done.
+    // Not near a multiple of `save_steps`: the state was saved by the interrupt.
     assert!(interrupt(6, &["-HUP", "-HUP", "-HUP"]).contains("sft: resuming from step "));
     let newest = std::fs::read_dir(stopped.path("run/sft/state")).unwrap().count();
     assert!(newest >= 1);
@@ -225,7 +225,7 @@ fn a_signal_stops_a_rollout_within_a_decode_step_and_saves_the_state() {
     let sets = ["rl.batch_size=64", "rl.n_samples=32", "rl.pipeline_parts=1", "rl.max_new_tokens=1000"];
     let sets = sets.iter().chain(&["rl.min_new_tokens=1000"]).flat_map(|set| ["--set", set]);
     let args: Vec<&str> = ["rl", "querl.toml"].into_iter().chain(sets).collect();
-    // One line: the evaluation before the first step. All 2 million tokens of that step are of one part.
+    // The first line is the evaluation before the first step. All 2 million tokens of that step are in one part.
     let child = run_until(project.command(&args), &project, "rl", 1);
     std::thread::sleep(Duration::from_secs(1));
     let said = ended_by(child, "-INT");
@@ -233,7 +233,7 @@ fn a_signal_stops_a_rollout_within_a_decode_step_and_saves_the_state() {
     assert!(std::fs::read_dir(project.path("run/rl/state")).unwrap().next().is_some());
 }
 
-/// Symptom: a rollout that was interrupted sooner than it takes made no progress; its bytes were not compared through the command line.
+/// Symptom: a rollout that was interrupted before its end made no progress. This test compares its bytes through the command line.
 #[test]
 fn a_rollout_that_is_interrupted_again_and_again_ends_with_the_bytes_of_one_that_never_was() {
     let (unbroken, stopped) = (project(), project());
@@ -298,7 +298,7 @@ fn a_damaged_checkpoint_falls_back_to_the_one_before() {
     assert!(sft_results(&damaged) == sft_results(&unbroken));
 }
 
-/// A file that may not grow stands in for a full disk: the write fails half way.
+/// A limit on file size simulates a full disk: the write fails half way.
 #[test]
 fn a_full_disk_is_a_clean_stop_that_can_be_resumed() {
     let (unbroken, full) = (project(), project());
@@ -309,7 +309,7 @@ fn a_full_disk_is_a_clean_stop_that_can_be_resumed() {
     child.wait().unwrap();
     let state = std::fs::read_dir(full.path("run/sft/state")).unwrap().flatten().next().unwrap();
     let n_blocks = state.metadata().unwrap().len() / 1024 / 2;
-    // Without the signal of a file that is too large the write itself fails.
+    // With SIGXFSZ ignored, the write itself fails.
     let limited = full.querl_after(&format!("trap '' XFSZ; ulimit -f {n_blocks}"), &args);
     let said = limited.stderr;
     assert_eq!(limited.code, Some(1), "{said}");
@@ -321,10 +321,10 @@ fn a_full_disk_is_a_clean_stop_that_can_be_resumed() {
     assert!(sft_results(&full) == sft_results(&unbroken));
 }
 
-/// Above what a loaded machine needs; most commands end within a tenth of a second.
+/// More than a busy machine needs; most commands end within a tenth of a second.
 const AT_ONCE: Duration = Duration::from_secs(20);
 
-/// Sends one signal; the child ends with 130 at once. What it says on stderr from then on.
+/// Sends one signal and waits for exit code 130. Returns the following text on stderr.
 fn ended_by(mut child: Child, signal: &str) -> String {
     process::signal(&child, signal);
     let started = Instant::now();
@@ -337,14 +337,14 @@ fn ended_by(mut child: Child, signal: &str) -> String {
 
 const INTERRUPTED: &str = "error: interrupted; finished stages and checkpoints are kept, run the same command again\n";
 
-/// False also for a process that ended and whose parent has not asked for its exit status.
+/// Also false for a zombie process.
 #[cfg(target_os = "linux")]
 fn is_running(pid: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     status.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(['Z', 'X']))
 }
 
-/// Regression: a build continued after the first Ctrl-C, and build scripts after the end of querl.
+/// Regression: a build continued after the first Ctrl-C, and build scripts continued after the end of querl.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_plugin_build_ends_with_all_its_processes_at_the_first_signal() {
@@ -369,7 +369,7 @@ fn a_plugin_build_ends_with_all_its_processes_at_the_first_signal() {
     };
     assert!(is_running(build_script));
     let said = ended_by(child, "-TERM");
-    // Symptom: it spoke of finished stages, which a command of plugins has not.
+    // Symptom: the message mentioned finished stages, which a plugin command does not have.
     assert!(said.ends_with("error: interrupted\n"), "{said}");
     let started = Instant::now();
     while is_running(build_script) {
@@ -378,7 +378,7 @@ fn a_plugin_build_ends_with_all_its_processes_at_the_first_signal() {
     }
 }
 
-/// All queries of the example, and a model with a slow chat template: encoding them takes seconds.
+/// All queries of the example, and a model with a slow chat template: encoding takes seconds.
 fn many_rows() -> Project {
     let project = Project::new();
     let rows = support::repository().join("examples/fivedoctors/teacher_rewrites.jsonl");
@@ -397,7 +397,7 @@ fn many_rows() -> Project {
     project
 }
 
-/// Regression: a second Ctrl-C was needed where chat templates were rendered, intervals computed, plugins tested.
+/// Regression: a second Ctrl-C was needed while chat templates were rendered, intervals computed or plugins tested.
 #[test]
 fn work_that_saves_nothing_ends_at_the_first_signal_and_the_earlier_result_is_put_back() {
     let project = many_rows();
@@ -405,7 +405,7 @@ fn work_that_saves_nothing_ends_at_the_first_signal_and_the_earlier_result_is_pu
     project.querl(&until_sft).ok();
     let adapter = std::fs::read(project.path("run/sft/best/adapter_model.safetensors")).unwrap();
 
-    // Chat templates.
+    // Rendering chat templates.
     let mut command = project.command(&[&until_sft[..], &["--set", "sft.learning_rate=2e-3"]].concat());
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
@@ -418,7 +418,7 @@ fn work_that_saves_nothing_ends_at_the_first_signal_and_the_earlier_result_is_pu
     assert!(again.stderr.contains("sft: finished earlier, skipped\n"), "{again:#?}");
     assert!(std::fs::read(project.path("run/sft/best/adapter_model.safetensors")).unwrap() == adapter);
 
-    // Bootstrap intervals of the report.
+    // Computing bootstrap intervals of the report.
     let systems = ["eval", "querl.toml", "--set", "eval.systems=[\"raw\", \"teacher\"]"];
     project.querl(&systems).ok();
     let resolved = project.read("run/config.resolved.toml");
@@ -427,7 +427,7 @@ fn work_that_saves_nothing_ends_at_the_first_signal_and_the_earlier_result_is_pu
     let many_calls = ["plugin", "test", reward.to_str().unwrap(), "--repeats", "1000000"];
     for (args, expected) in [(&["report", "run"][..], INTERRUPTED), (&many_calls[..], "error: interrupted\n")] {
         let child = project.command(args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        // It has begun, also on a busy machine, and would take many times as long.
+        // By now it has started, also on a busy machine; it would take many times as long.
         std::thread::sleep(Duration::from_secs(4));
         let said = ended_by(child, "-INT");
         assert!(said.ends_with(expected), "{args:?}: {said}");

@@ -7,7 +7,7 @@ use querl_model::{Decoder, LoraAdapter, LoraSettings, Weights};
 use serde_json::{Value, json};
 use support::{Project, model};
 
-/// A project with the tiny model's folder in it and an adapter that changes something.
+/// A project with a copy of the tiny model and an adapter that changes the logits.
 fn project() -> Project {
     let project = Project::new();
     project.copy_model("model");
@@ -158,7 +158,7 @@ logprobs --model model --adapter other --input lines.jsonl | other/adapter_model
         let arguments: Vec<&str> = ["model"].into_iter().chain(arguments.split(' ')).collect();
         assert_eq!(project.refusal(&arguments, 2), expected);
     }
-    // Regression: exit code 1 for a file that is not text, and for a folder that cannot be made.
+    // Regression: exit code 1 for a file that is not text, and for a folder that cannot be created.
     std::fs::write(project.path("bare/adapter_config.json"), b"\xff\xfe\0").unwrap();
     let message = project.refusal(&["model", "merge", "--model", "model", "--adapter", "bare", "--out", "out"], 2);
     assert!(message.starts_with("bare/adapter_config.json: "), "{message}");

@@ -1,4 +1,4 @@
-//! Models by name: downloads from a hub on loopback, its cache, its errors.
+//! Models named by repository: downloads from a hub on loopback, its cache, its errors.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -14,7 +14,7 @@ use support::{CommandOutput, Project, model};
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const TOKEN: &str = "hf_secret";
 
-/// A hub with one private model, `shop/tiny`, that has a file which querl does not read.
+/// A hub with one private model, `shop/tiny`, which contains a file that querl does not read.
 struct Hub {
     url: String,
     files: Arc<Mutex<BTreeMap<String, Vec<u8>>>>,
@@ -57,7 +57,7 @@ impl Hub {
     }
 }
 
-/// One request of a connection. Weights have their SHA-256 as entity tag, as files in large file storage have.
+/// Serves one request of a connection. Weights have their SHA-256 as ETag, as files in Git LFS have.
 fn answer(stream: &TcpStream, files: &BTreeMap<String, Vec<u8>>, requests: &Mutex<Vec<String>>) -> Option<()> {
     let head: Vec<String> =
         BufReader::new(stream).lines().map_while(Result::ok).take_while(|line| !line.is_empty()).collect();
@@ -166,7 +166,7 @@ fn what_the_hub_refuses_is_a_sentence() {
             "error: --set model.path is \"shop/none\"; no such folder in the current folder; taken as a model's name on a hub: ",
         ),
         (vec!["model", "inspect", "shop"], Some(TOKEN), "config.json"),
-        // Symptom: without the base model, the plan failed on the name of the embedding model as on a path.
+        // Symptom: without the base model, the plan treated the name of the embedding model as a path and failed.
         ([&["plan", "querl.toml", "--no_model"][..], &embedding].concat(), Some(TOKEN), of_embedding),
         ([&["rag", "check", "querl.toml"][..], &embedding].concat(), Some(TOKEN), of_embedding),
     ];

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use support::Project;
 
-/// Level of each topic.
+/// The level of each topic.
 fn levels(plan: &Value) -> BTreeMap<String, String> {
     let text = |advice: &Value, key: &str| advice[key].as_str().unwrap().to_owned();
     let advice = plan["advice"].as_array().unwrap();
@@ -83,7 +83,7 @@ fn after_the_data_stages_teacher_and_rewards_are_judged_and_the_run_is_unchanged
     assert_eq!(refused, "run: a run's folder is its own run directory; leave out --out");
 }
 
-/// Regression: commands that open no model looked for it on a hub and ended there.
+/// Regression: commands that open no model searched for it on a hub and failed.
 #[test]
 fn before_there_is_a_model_the_data_and_retrieval_are_judged_without_it() {
     let project = Project::new();
@@ -185,7 +185,7 @@ fn a_run_begins_with_a_summary_of_the_plan() {
     let [.., test, last] = summary[..] else { panic!("{first:#?}") };
     assert!(test.contains("WARN plan: test: standard error"), "{first:#?}");
     assert!(last.contains("INFO plan: `querl plan querl.toml` says what to do"), "{first:#?}");
-    // Symptom: each resume logged all of it again.
+    // Symptom: the advice was logged again at each resume.
     let again = project.querl(&["run", "querl.toml", "--to", "validate"]).ok();
     assert!(!again.stderr.contains(" plan: "), "{again:#?}");
     let quiet = project.querl(&["run", "querl.toml", "--to", "validate", "-q"]).ok();

@@ -1,4 +1,4 @@
-//! `querl plugin dev` and `querl plugin doctor` on plugins in all languages, natively.
+//! `querl plugin dev` and `querl plugin doctor` on plugins in all languages, run natively.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use support::{Project, repository};
 
-/// A reward that faults at the query 咋吃, rejects 退钱, logs at 一天几粒啊 and scores the others by the length of the rewrite.
+/// A reward that faults at the query 咋吃, rejects 退钱, logs at 一天几粒啊, and scores other queries by the length of the rewrite.
 const PYTHON: &str = r#"from querl_sdk import Episode, Rejection, Reward, Score, Settings, export, log
 
 
@@ -68,7 +68,7 @@ fn project(language: &str) -> Project {
     project
 }
 
-/// Whether a program is on this machine: the tests of a language need its interpreter.
+/// True if a program is installed: the tests of a language need its interpreter.
 fn has(program: &str) -> bool {
     Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
 }
@@ -79,7 +79,7 @@ fn dev(project: &Project, more: &[&str]) -> (Option<i32>, Value) {
     (said.code, serde_json::from_str(&said.stdout).unwrap_or_else(|_| panic!("{said:#?}")))
 }
 
-/// What every language has to show of the plugin above; `file` and `line` are where it faults.
+/// Checks the output that every language must have for the plugin above. `file` and `line`: position of the fault.
 fn check_picture(project: &Project, file: &str, line: u64) {
     let (code, picture) = dev(project, &["--set", "max_chars=20"]);
     let scores = &picture["scores"];
@@ -142,7 +142,8 @@ fn rust_scores_faults_and_logs_are_shown_with_file_and_line() {
     assert_eq!((code, &broken["refused"]["file"]), (Some(1), &json!("src/lib.rs")), "{broken:#}");
 }
 
-/// Symptoms: a component name that is a fault in the component passed natively, and a process that ended did not say at which episode.
+/// Symptoms: an invalid component name, which is a fault in the component, was accepted natively; the error for a process that ended did not
+/// name the episode.
 #[test]
 fn what_the_contract_forbids_is_a_native_fault_and_an_exit_names_its_episode() {
     if !has("python3") {
@@ -254,7 +255,7 @@ fn episodes_of_golden_cases_are_scored_by_default_and_the_last_line_names_the_fa
     let scores = &picture["scores"];
     assert_eq!(scores["summary"]["n_episodes"], json!(2), "{picture:#}");
     assert!(scores["notes"][1].as_str().unwrap().starts_with("1 golden case(s) with settings"), "{picture:#}");
-    // Symptom: it named faults, failed tests and the component.
+    // Symptom: it listed faults, failed tests and the component.
     let faulty = project.read("length/golden/cases.jsonl").replace("\"鱼油\"", "\"咋吃\"");
     project.write("length/golden/cases.jsonl", &faulty);
     project.write("length/plugin.py", PYTHON);

@@ -1,4 +1,4 @@
-//! Plugins that break the contract in a run: what is written of a fault, what it blames, and prompts that cannot read the judge.
+//! Plugins that violate the contract in a run: the files about a fault, the message, and prompts that cannot parse the judge's answer.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -7,7 +7,7 @@ use serde_json::json;
 use std::path::PathBuf;
 use support::{Project, repository};
 
-/// A reward that breaks the rule that its setting `breach` names.
+/// A reward that violates the rule named by its setting `breach`.
 fn odd_reward() -> PathBuf {
     querl_plugin::build(&repository().join("tests/guests/odd-reward")).unwrap().component
 }
@@ -48,7 +48,7 @@ fn what_a_reward_faulted_at_is_kept_and_a_replay_reproduces_it() {
     assert!(message.starts_with("cut.jsonl"), "{message}");
 }
 
-/// Symptom: a filter that faulted at its words got `not_recorded` in a replay and in a benchmark.
+/// Symptom: a filter that faults at the words of a text got `not_recorded` in a replay and in a benchmark.
 #[test]
 fn filters_get_the_words_of_their_texts_in_a_replay_and_a_benchmark() {
     let project = Project::new();
@@ -60,7 +60,7 @@ fn filters_get_the_words_of_their_texts_in_a_replay_and_a_benchmark() {
     let file = "run/faults/01-guest-filter-words.jsonl";
     project.write(file, &format!("{}\n{sample}\n", json!({ "fault": header })));
     project.querl(&["plugin", "replay", file]).ok();
-    // In the dictionary of the run it is a word.
+    // With the dictionary of the run it is one word.
     project.write("words.txt", "蓝鲸海藻\n");
     project.edit("[retrieval]", "[retrieval]\nuser_dictionary = \"words.txt\"");
     let resolved = project.querl(&["config", "check", "querl.toml"]).ok().stdout;
@@ -91,7 +91,7 @@ fn absurd_numbers_and_too_many_names_blame_the_plugin() {
     assert!(message.contains("plugins.rewards[0].weight is 1e300") || message.contains("weight"), "{message}");
 }
 
-/// Symptom: every judgement of a run was dropped, since the prompt plugin expected answers of another form.
+/// Symptom: every judgement of a run was dropped, because the prompt plugin expected another form of answers.
 #[test]
 fn prompts_that_cannot_read_the_rubric_are_found_by_the_check() {
     let project = Project::new();
@@ -108,7 +108,7 @@ fn prompts_that_cannot_read_the_rubric_are_found_by_the_check() {
     project.querl(&["config", "check", "querl.toml", "--set", "judge.kind=none"]).ok();
 }
 
-/// Symptom: a prompt plugin of `querl plugin new` read no judgement of the rubric.
+/// Symptom: a prompt plugin made by `querl plugin new` could not parse any judgement of the rubric.
 #[test]
 fn templates_of_prompts_have_a_golden_case_with_the_answer_of_the_rubric() {
     let answer = querl_data::rubric_answer(4.5, "产品准确 2.0；意图明确 1.1");
@@ -121,7 +121,7 @@ fn templates_of_prompts_have_a_golden_case_with_the_answer_of_the_rubric() {
     }
 }
 
-/// Symptom: a new style scorer was refused when it was loaded, since its plugin.toml did not declare the style model.
+/// Symptom: loading a new style scorer failed, because its plugin.toml did not declare the style model.
 #[test]
 fn templates_of_style_scorers_declare_the_style_model() {
     for language in ["rust", "python", "javascript"] {

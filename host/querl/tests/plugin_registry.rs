@@ -34,7 +34,7 @@ impl Registry {
         self.server.address().to_string()
     }
 
-    /// Puts the archive there in the place of any other; the digest of its manifest.
+    /// Replaces the archive in the registry. Returns the digest of the manifest.
     fn put(&self, archive: &[u8]) -> String {
         let bundle = querl_bundle::Bundle::from_bytes(archive, "test").unwrap();
         let layer = |media_type: &str, bytes: &[u8]| json!({ "mediaType": media_type, "digest": digest(bytes), "size": bytes.len() });
@@ -71,7 +71,7 @@ fn reward() -> String {
     repository().join("plugins/reward-competition").display().to_string()
 }
 
-/// Packs the reward; the archive.
+/// Packs the reward. Returns the archive.
 fn pack(project: &Project, args: &[&str]) -> Vec<u8> {
     project.querl(&[&["plugin", "pack", &reward(), "--out", "packed"], args].concat()).ok();
     std::fs::read(project.path(&format!("packed/{BUNDLE}"))).unwrap()
@@ -139,7 +139,7 @@ fn a_configuration_names_a_bundle_by_reference_and_digest() {
     }
     assert!(project.read("querl.lock").contains("path = \"oci://"));
 
-    // A file of the cache that was changed is fetched again.
+    // A modified file in the cache is downloaded again.
     let cached = project.path(&format!("cache/bundles/sha256-{own}.querl"));
     std::fs::write(&cached, "changed").unwrap();
     querl(&["config", "check", "querl.toml"]).ok();

@@ -1,4 +1,4 @@
-//! What a command does with plugins of others: when it builds a folder, and when it compares pins and keys.
+//! Untrusted plugins: which commands build a folder, and which compare pins and keys.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +10,7 @@ use support::{CommandOutput, Project, repository};
 
 const BUNDLE: &str = "reward-competition-0.2.0.querl";
 
-/// A project in which `cargo` is a program that only leaves the file `built`.
+/// A project in whose PATH `cargo` is a program that only creates the file `built`.
 struct Watched(Project);
 
 impl Watched {
@@ -29,7 +29,7 @@ impl Watched {
         CommandOutput::of(command.output().unwrap(), self.0.folder.path())
     }
 
-    /// Asserts exit code 2 and that nothing was built; the message.
+    /// Asserts exit code 2 and that nothing was built. Returns the message.
     fn refusal(&self, args: &[&str]) -> String {
         let output = self.querl(&[args, &["-q"]].concat());
         assert_eq!((output.code, output.stderr.lines().count()), (Some(2), 1), "{args:?}: {output:#?}");
@@ -38,7 +38,7 @@ impl Watched {
     }
 }
 
-/// A folder with the source of a reward, never built.
+/// Writes the source of a reward, which is never built.
 fn write_source(folder: &Path) {
     let from = repository().join("plugins/reward-competition");
     std::fs::create_dir_all(folder.join("src")).unwrap();
@@ -55,7 +55,7 @@ fn reward() -> String {
     repository().join(PINNED).display().to_string()
 }
 
-/// Symptom: a folder named `x.querl` was built, so that naming a bundle ran code of its author.
+/// Symptom: a folder named `x.querl` was built, so that naming a bundle executed code of its author.
 #[test]
 fn a_folder_with_the_name_of_a_file_is_refused_by_every_command_and_never_built() {
     let watched = Watched::new();
@@ -112,7 +112,7 @@ fn a_command_that_looks_at_plugins_says_how_to_build_one_and_does_not() {
     assert!(said.contains("building plugin source (cargo build, takes minutes the first time)\n"), "{said}");
 }
 
-/// Symptom: `config check` refused one unbuilt plugin, and the next one once that was built.
+/// Symptom: `config check` reported one unbuilt plugin at a time.
 #[test]
 fn unbuilt_plugins_are_named_together_with_one_command_that_builds_them() {
     let watched = Watched::new();
@@ -139,7 +139,7 @@ fn trusted_keys_are_compared_before_any_folder_is_built() {
     let key = project.querl(&["plugin", "sign", BUNDLE, "--new-key", "key.pem"]).ok().stdout;
     let key = key.trim_end().rsplit(' ').next().unwrap().to_owned();
     write_source(&project.path("source"));
-    // The reward is signed; the prompt is a folder, and so is the filter.
+    // The reward is signed; prompt and filter are folders.
     project.edit(&reward(), BUNDLE);
     project.edit(&repository().join("plugins/filter-quality").display().to_string(), "source");
     let message = watched.refusal(&["run", "querl.toml", &format!("--set=plugins.trusted_keys=[\"{key}\"]")]);
@@ -170,7 +170,7 @@ fn pins_are_compared_before_any_folder_is_built() {
     watched.querl(&["run", "querl.toml", "--to", "rewrite", "--accept-plugin-change", "-q"]);
     assert!(project.path("built").exists(), "an accepted change is built");
 
-    // A bare component is compared by its digest alone.
+    // For a component without a bundle only the digest is compared.
     std::fs::remove_file(project.path("built")).unwrap();
     std::fs::copy(
         repository().join("plugins/target/wasm32-wasip2/release/filter_quality.wasm"),
@@ -183,7 +183,7 @@ fn pins_are_compared_before_any_folder_is_built() {
     assert!(message.contains("x.wasm (component ") && message.contains("is not the one that is pinned"), "{message}");
 }
 
-/// Symptom: the dry run of a command that `--locked` refuses succeeded.
+/// Symptom: a dry run succeeded although `--locked` refuses the command.
 #[test]
 fn locked_run_needs_a_lock_file_that_stays_as_it_is() {
     let project = Project::new();
@@ -216,7 +216,7 @@ fn locked_run_needs_a_lock_file_that_stays_as_it_is() {
     let message = refusal(&["--out", "third"]);
     assert!(message.starts_with("querl.lock: filter plugin `filter-quality` 0.2.0 "), "{message}");
     project.edit("filter-quality-0.2.0.querl", &filter);
-    // A signature that the lock file does not have would be written into it.
+    // The lock file would be changed: it lacks the new signature.
     let key = project.querl(&["plugin", "sign", BUNDLE, "--new-key", "key.pem"]).ok();
     assert!(key.stdout.contains("signed by"), "{key:#?}");
     let message = refusal(&["--out", "third"]);
@@ -224,20 +224,20 @@ fn locked_run_needs_a_lock_file_that_stays_as_it_is() {
     assert_eq!(project.read("querl.lock"), lock);
 }
 
-/// A key file that querl wrote before it left the public key out.
+/// A private key without the public key, as earlier versions of querl wrote it.
 const OLD_KEY: &str = "-----BEGIN PRIVATE KEY-----\n\
                        MFECAQEwBQYDK2VwBCIEIMZM2qYgTyITyP0AdGqjrbzeMDVqgA2gD7RUUs91gmdE\n\
                        gSEAB15AU1iAKOiTamqzahQiF01w/H3SzFbsly9gEx/Tc0c=\n-----END PRIVATE KEY-----\n";
 const OLD_PUBLIC: &str = "ed25519:075e4053588028e8936a6ab36a1422174d70fc7dd2cc56ec972f60131fd37347";
 
-/// What `openssl` prints; `None` on a machine without it.
+/// Output of `openssl`; `None` if it is not installed.
 fn openssl(project: &Project, args: &[&str]) -> Option<String> {
     let output = std::process::Command::new("openssl").args(args).current_dir(project.folder.path()).output().ok()?;
     assert!(output.status.success(), "openssl {args:?}: {}", String::from_utf8_lossy(&output.stderr));
     Some(String::from_utf8(output.stdout).unwrap())
 }
 
-/// Symptom: OpenSSL refused the private keys, and no file held the public one.
+/// Symptom: OpenSSL could not read the private keys, and no file contained the public key.
 #[test]
 fn keys_are_pem_files_that_openssl_reads_and_writes() {
     let project = Project::new();

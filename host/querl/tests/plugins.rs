@@ -1,4 +1,4 @@
-//! The commands of plugins, on the real binary: what is packed, signed and tested, and what a run does when a plugin changes.
+//! The plugin commands: packing, signing and testing, and what a run does when a plugin changes.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -13,14 +13,13 @@ fn plugin(name: &str) -> String {
     repository().join("plugins").join(name).display().to_string()
 }
 
-/// Where the first-party plugin `name` is built to; it is built where that was not done yet.
+/// Path of the component of the first-party plugin `name`; builds it if necessary.
 fn component(project: &Project, name: &str) -> PathBuf {
     project.querl(&["plugin", "build", &plugin(name)]).ok();
     repository().join(format!("plugins/target/wasm32-wasip2/release/{}.wasm", name.replace('-', "_")))
 }
 
-/// The plugin's folder as its author could have it in a place of its own, with the component that was built of it, so that
-/// nothing is built again.
+/// A copy of the plugin's folder outside of the repository, with the built component, so that nothing is built again.
 fn copy_of_plugin(project: &Project, name: &str) -> String {
     let (from, to) = (repository().join("plugins").join(name), project.path(name));
     for file in ["plugin.toml", "README.md", "LICENSE", "golden/competition.jsonl", "src/lib.rs"] {
@@ -71,7 +70,7 @@ fn packing_twice_gives_the_same_bytes_and_a_signature_says_who_made_them() {
     let exports = found["exports"].as_array().unwrap();
     assert!(exports.contains(&"querl:plugin/rewards@0.2.0".into()), "{exports:?}");
 
-    // A bare component describes itself.
+    // A component without a bundle describes itself.
     let bare = component(&project, "reward-competition").display().to_string();
     let bare = project.json(&["plugin", "inspect", &bare]);
     for fact in ["contract", "range", "inputs", "host_functions"] {
@@ -153,7 +152,7 @@ fn with_bundle() -> Project {
     project
 }
 
-/// The same component with other words in its README: another bundle.
+/// Changes the bundle: the same component with another README.
 fn change_bundle(project: &Project) {
     project.write("reward-competition/README.md", "另一版说明\n");
     project.querl(&["plugin", "pack", "reward-competition"]).ok();
@@ -192,7 +191,7 @@ fn a_changed_bundle_is_refused_until_it_is_accepted_and_the_report_says_so() {
     let again = project.querl(&eval).ok();
     assert!(again.stderr.contains("eval: finished earlier, skipped"), "{again:#?}");
 
-    // A run folder of an earlier version: its figures are still there to be reported.
+    // A run folder of an earlier version, whose results can still be reported.
     project.write("run/querl.lock", &project.read("run/querl.lock").replace("format = 1\n", ""));
     let reported = project.querl(&["report", "run"]).ok();
     let unknown = "the plugins of this run are not known: run/querl.lock:1: the key format is missing";
@@ -226,7 +225,7 @@ fn parts_of_several_rewards_have_names_that_differ() {
 #[test]
 fn items_at_a_limit_are_dropped_and_counted_up_to_a_maximum() {
     let project = Project::new();
-    // Bare components ask for no limits of their own.
+    // Components without a manifest request no limits.
     for name in ["tenant-fivedoctors", "filter-quality", "reward-competition"] {
         project.edit(&plugin(name), &component(&project, name).display().to_string());
     }

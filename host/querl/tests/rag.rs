@@ -1,4 +1,4 @@
-//! Retrieval as a service, through the command line.
+//! The retrieval service, through the command line.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use support::Project;
 use support::server::Server;
 
-/// Serves the project's own knowledge base.
+/// Serves the project's knowledge base.
 const SERVE: [&str; 3] = ["rag", "serve", "querl.toml"];
 
 #[test]
@@ -58,21 +58,21 @@ fn check_says_what_it_understood() {
 #[test]
 fn an_interrupt_ends_a_server_well() {
     let project = Project::new();
-    // Retrieval needs no model to train.
+    // The retrieval service needs no base model.
     let mut server = Server::start(&project, &SERVE, &["--set", "model.path=none/model"]);
     assert_eq!(server.end("-INT"), Some(0));
 }
 
-/// Regression: half-sent requests delayed `/health` by 25 s, and the end of the server by its whole time limit.
+/// Regression: half-sent requests delayed `/health` by 25 s, and the end of the server by its full time limit.
 #[test]
 fn half_sent_requests_delay_neither_health_nor_the_end() {
     let project = Project::new();
     let mut server = Server::start(&project, &SERVE, &["--max_connections", "128"]);
     let address = server.url.strip_prefix("http://").unwrap().split('/').next().unwrap().to_owned();
-    // More than the server has connections.
+    // More connections than the server allows.
     let mut half_sent: Vec<_> = (0..400).map_while(|_| TcpStream::connect(&address).ok()).collect();
     for stream in &mut half_sent {
-        // The oldest may be closed already.
+        // The oldest may be closed by now.
         let _ = stream.write_all(b"POST /api/chat/general_rag HTTP/1.1\r\nhost: x\r\n");
     }
     let started = Instant::now();
@@ -90,7 +90,7 @@ fn half_sent_requests_delay_neither_health_nor_the_end() {
 #[test]
 fn an_address_for_other_machines_without_a_key_is_reported() {
     let project = Project::new();
-    // An address for documentation, which cannot be listened on (RFC 5737).
+    // An address reserved for documentation (RFC 5737), on which no process can listen.
     let warning = "192.0.2.1: other machines may reach this address, and no key is required";
     for form in [["serve", "rag"], ["rag", "serve"]] {
         let serve = [&form[..], &["querl.toml", "--addr", "192.0.2.1:8000"]].concat();

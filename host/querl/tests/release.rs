@@ -1,4 +1,4 @@
-//! `querl release` and a server that follows it, on small real runs.
+//! `querl release` and a server that follows the release history, with small runs.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -28,7 +28,7 @@ static RUNS: LazyLock<Project> = LazyLock::new(|| {
     project
 });
 
-/// Copies of the finished runs, to be changed.
+/// Copies of the finished runs, which a test may change.
 fn project() -> Project {
     let project = Project::new();
     for folder in ["run", "second", "resplit", "shallow"] {
@@ -46,7 +46,7 @@ fn ids(project: &Project, run: &str, split: &str) -> BTreeSet<String> {
     project.rows(&format!("{run}/data/{split}.jsonl")).iter().map(id).collect()
 }
 
-/// Random weights pass no check: the stored result of the only check of `run` by `metric` gets this verdict.
+/// With random weights no check passes: replaces the verdict in the stored result of the only check of `run` by `metric`.
 fn set_verdict(project: &Project, run: &str, metric: &str, verdict: &str) {
     let files = std::fs::read_dir(project.path(run).join("release")).unwrap();
     let paths: Vec<_> = files.map(|file| file.unwrap().path()).collect();
@@ -65,7 +65,7 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     assert!(refused.stderr.contains("run: it was not checked against raw"), "{refused:#?}");
     assert!(!project.path("releases").exists(), "{refused:#?}");
 
-    // Random weights rewrite to nothing useful: by top-1 score they lose for certain.
+    // The rewrites of random weights are useless: by top-1 score they are worse with certainty.
     let lost = release(&project, &["check", "run", "--against", "raw", "--metric", "top1_score"]);
     assert_eq!(lost.code, Some(1), "{lost:#?}");
     assert!(lost.stderr.contains("error: rl loses to raw") || lost.stderr.contains("queries cannot tell"), "{lost:#?}");
@@ -74,7 +74,7 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     let margin = project.refusal(&["release", "check", "run", "--against", "raw", "--margin", "0.2"], 2);
     assert_eq!(margin, "--margin is 0.2; expected 0 to 0.1 for top1");
 
-    // A loss by one metric is not made good by another.
+    // A failed check by one metric is not outweighed by a passed check by another.
     release(&project, &["check", "run", "--against", "raw", "--metric", "win_rate"]);
     set_verdict(&project, "run", "win_rate", "passed");
     set_verdict(&project, "run", "top1_score", "lost");
@@ -86,13 +86,13 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     let again = release(&project, &["promote", "run"]).ok();
     assert!(again.stdout.contains("is that already"), "{again:#?}");
 
-    // The other run must be checked against the first; equal settings and one split compare, others do not.
+    // The second run must be checked against the first. Runs with equal settings and splits are comparable, others are not.
     let refused = release(&project, &["promote", "second"]);
     assert!(refused.code == Some(2), "{refused:#?}");
     assert!(refused.stderr.contains("second: it was not checked against run"), "{refused:#?}");
     let different = project.refusal(&["release", "check", "shallow", "--against", "run"], 2);
     assert!(different.starts_with("shallow and run were evaluated with different retrieval.top_k"), "{different}");
-    // What no further evaluation would make comparable: as of runs of another query table, and of another tenant.
+    // Not comparable after any further evaluation: runs of another query table and of another tenant.
     let ledger = project.read("second/stages.json");
     let with_other = |input: &str| {
         let mut changed: Value = serde_json::from_str(&ledger).unwrap();
@@ -125,7 +125,7 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
         assert!(n_seen > 0);
     }
 
-    // Evidence is of exact digests, and an evaluation of one checkpoint.
+    // A check applies to exact digests, and an evaluation to one checkpoint.
     release(&project, &["check", "second", "--against", "run", "--metric", "top1_score"]);
     set_verdict(&project, "second", "top1_score", "passed");
     assert_eq!(std::fs::read_dir(project.path("second/release")).unwrap().count(), 1);
@@ -145,7 +145,7 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     assert_eq!(entry["evidence"]["metric"], "top1_score");
     assert!(entry["digests"]["rl/best/adapter_model.safetensors"].is_string(), "{entry}");
 
-    // A rollback returns to the first; one whose files changed is refused by name.
+    // A rollback returns to the first release. If its files changed, it is refused.
     let adapter = project.path("run/rl/best/adapter_model.safetensors");
     let intact = std::fs::read(&adapter).unwrap();
     std::fs::write(&adapter, &intact[..intact.len() - 1]).unwrap();
@@ -212,11 +212,11 @@ async fn a_server_follows_promotions_and_rollbacks_without_a_failed_response() {
     ] {
         assert!(log.contains(&line), "{line} in {log}");
     }
-    // The same words without the end are those of the start.
+    // The message at the start has the same words, but another end.
     let version = format!("tenant fivedoctors: version {second_version} of ");
     assert!(log.lines().any(|line| line.contains(&version) && line.ends_with(" is served")), "{log}");
 
-    // Regression: a wrong key was noticed after the history was written, and the obvious retry went back one release further.
+    // Regression: a wrong key was reported after the history was written, and a second attempt went back one release further.
     let history = project.read("releases/history.jsonl");
     let refused = |args: &[&str], key: &str| {
         let output = project.command(&[&["release"], args].concat()).env("TEST_KEY", key).output().unwrap();
@@ -232,7 +232,7 @@ async fn a_server_follows_promotions_and_rollbacks_without_a_failed_response() {
     let unnamed = refused(&["rollback", "--server", &server.url], "secret");
     assert!(unnamed.contains("--server requires --admin_key_env NAME"), "{unnamed}");
 
-    // Without a notification, SIGHUP reads the folder again.
+    // Without a notification, the server reads the folder again on SIGHUP.
     release(&project, &["rollback"]).ok();
     server.signal("-HUP");
     for _ in 0..200 {

@@ -1,4 +1,4 @@
-//! `querl plugin replay` on episodes that were written by hand.
+//! `querl plugin replay` on handwritten episodes.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -6,7 +6,7 @@ mod support;
 use serde_json::{Value, json};
 use support::{CommandOutput, Project, repository};
 
-/// An episode without judgements; `policy` and `teacher` are the score of the only hit, `None` for a failed retrieval.
+/// An episode without judgements. `policy`, `teacher`: score of the only hit; `None` if retrieval failed.
 fn episode(id: &str, policy: Option<f64>, teacher: f64, outcome: Option<Value>) -> String {
     let retrieval = |score: Option<f64>| match score {
         Some(score) => json!({ "hits": [{ "reranker_score": score }] }),
@@ -28,7 +28,7 @@ fn scored(total: f64) -> Option<Value> {
     Some(json!({ "scored": { "total": total, "components": [{ "name": "win", "value": 0.5 }] } }))
 }
 
-/// Five episodes: better, worse, drawn, failed before the plugins, and one without an outcome.
+/// Five episodes: better than the teacher, worse, equal, failed before the plugins were called, and one without an outcome.
 fn project() -> Project {
     let project = Project::new();
     let rejected = Some(json!({ "rejected": { "code": "policy_retrieval_failed" } }));
@@ -71,7 +71,7 @@ fn replay_says_what_a_plugin_would_have_changed_in_text_json_and_html() {
     assert_eq!(found["signs"]["after"], json!({ "won": 1, "drew": 1, "lost": 1 }));
 }
 
-/// Regression: a ledger that cannot be read ended the command, which needs it for a warning only.
+/// Regression: an unreadable ledger was an error, although the command needs it for a warning only.
 #[test]
 fn a_damaged_ledger_is_a_warning() {
     let project = project();
@@ -98,7 +98,8 @@ fn a_plugin_against_itself_changes_nothing_and_another_setting_does() {
     assert_eq!(both["change"]["n_changed"], json!(0));
 }
 
-/// A group of four samples. The run left out the first, whose retrieval failed; a plugin rejected the last, and compared the others with it.
+/// A group of four samples. The run dropped the first, whose retrieval failed; the plugin rejected the last, and used it in the comparison of
+/// the others.
 fn group() -> Project {
     let project = Project::new();
     let (left_out, rejected) = (

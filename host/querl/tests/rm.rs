@@ -8,7 +8,7 @@ use support::{Project, model, repository};
 
 const LABELS: [&str; 5] = ["售前", "售后", "诚实", "有帮助", "无伤害"];
 
-/// A project with 26 dialogues in it.
+/// A project with 26 dialogues.
 fn project() -> Project {
     let project = Project::new();
     std::fs::copy(repository().join("examples/style/seed26.json"), project.path("dialogues.json")).unwrap();
@@ -89,7 +89,7 @@ fn the_same_command_gives_the_same_classifier() {
     project.querl(&calibrated).ok();
 }
 
-/// Regression: figures that are lost since somebody looked at the first lines alone.
+/// Regression: the metrics were lost if stdout was closed, for example by `head`.
 #[test]
 fn figures_are_written_although_stdout_is_closed() {
     let project = project();
@@ -278,7 +278,7 @@ fn texts_that_are_too_long_are_counted_where_they_are_learned_and_where_they_are
     assert!(said.code == Some(2) && said.stderr.contains("has 4096 positions"), "{said:#?}");
 }
 
-/// With examples to choose a checkpoint by, the model was written without its weights.
+/// Regression: if the best checkpoint was selected on held-out examples, the model was written without its weights.
 #[test]
 fn a_folder_that_was_trained_into_before_holds_the_last_model_alone() {
     let project = project();
@@ -296,7 +296,7 @@ fn a_folder_that_was_trained_into_before_holds_the_last_model_alone() {
     assert_ne!(adapted, whole);
     let figures = json(&project.read("style/eval.json"));
     assert!(figures["calibrated"]["log_loss"].is_number() && figures["temperature"].is_number(), "{figures}");
-    // What is written is what was asked: the best checkpoint.
+    // With a selection, the best checkpoint is written.
     copy(&project, "style/training/best", "best");
     let best = project.querl(&["rm", "predict", "--model", "best", "--file", "dialogues.json", "--json"]).ok().stdout;
     assert_eq!(best, ask(&[]).ok().stdout);
@@ -335,7 +335,7 @@ fn figures_of_calibrated_probabilities_say_so() {
     assert!(project.read("figures/report.html").contains("Probabilities are calibrated by a temperature of"));
 }
 
-/// The classifier of the old base was written as that of the new one.
+/// Regression: a training on another base resumed, and the classifier of the old base was written as that of the new one.
 #[test]
 fn a_training_resumes_only_with_the_same_base() {
     let project = project();
@@ -355,7 +355,7 @@ fn a_training_resumes_only_with_the_same_base() {
     assert_eq!(train(), (true, first.1.clone()));
     let weights = project.path("base/model.safetensors");
     let mut bytes = std::fs::read(&weights).unwrap();
-    // Another mantissa of the last value.
+    // Changes the mantissa of the last value.
     let at = bytes.len() - 2;
     bytes[at] ^= 0x40;
     std::fs::write(&weights, bytes).unwrap();
@@ -375,7 +375,7 @@ fn parts_of_a_cross_validation_that_are_done_are_not_trained_again() {
     assert_eq!((&figures["n"], &figures["n_repeats"]), (&26.into(), &2.into()));
     std::fs::remove_file(project.path("style/training/folds/part-002.json")).unwrap();
     let again = run();
-    // Each training reports its end: the whole one resumes, one part is trained again.
+    // Each training reports its end: the full one resumes, the fold is trained again.
     assert_eq!(again.stderr.matches(" steps, loss ").count(), 2, "{again:#?}");
     assert_eq!(json(&project.read("style/eval.json")), figures);
     let said = train(&project, &["--num_folds", "27"]);

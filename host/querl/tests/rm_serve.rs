@@ -12,7 +12,7 @@ use support::{Project, model, repository};
 
 const SERVE_STYLE: [&str; 4] = ["rm", "serve", "--model", "style"];
 
-/// A project with a classifier that was trained for a moment, in `style`.
+/// A project with a classifier in `style` that was trained for a few steps.
 fn project() -> Project {
     let project = Project::new();
     std::fs::copy(repository().join("examples/style/seed26.json"), project.path("dialogues.json")).unwrap();
@@ -33,7 +33,7 @@ fn predicted(project: &Project) -> Vec<Value> {
     said.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Probabilities in one order, as far as they are printed.
+/// Compares probabilities in any order, to the printed precision.
 fn assert_alike(found: &Value, expected: &Value) {
     assert_eq!(found["predicted_label"], expected["predicted_label"]);
     for (class, expected) in expected["probabilities"].as_object().unwrap() {
@@ -130,7 +130,7 @@ async fn a_folder_or_a_run_is_served_as_the_classifier_is() {
         format!("note: `querl serve DIR` is now `querl serve style DIR`; the old form still works\n{message}");
     assert_eq!((said.code, said.stderr), (Some(2), message));
     assert_eq!(project.querl(&["serve", "style", "querl.toml"]).code, Some(2));
-    // Symptom: the message about a run did not name the command that serves it.
+    // Symptom: the error for a run did not name the command that serves it.
     project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
     let run = project.querl(&["serve", "run"]);
     let message = "error: run: this is a run; serve it with `querl serve rewrite run`, or, to serve a style model, ";
@@ -138,11 +138,11 @@ async fn a_folder_or_a_run_is_served_as_the_classifier_is() {
     assert_eq!(project.querl(&["serve"]).code, Some(2));
 }
 
-/// `querl style predict --json` of what stands on stdin.
+/// Output of `querl style predict --json` for this input on stdin.
 fn predict(project: &Project, input: &[u8]) -> (Option<i32>, Vec<Value>, String) {
     let mut command = project.command(&["rm", "predict", "--model", "style", "--json", "-q"]);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // A model that cannot be opened closes the pipe before all is read.
+    // The write fails if the process ended early, because the model could not be opened.
     let _ = child.stdin.take().unwrap().write_all(input);
     let output = child.wait_with_output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
@@ -150,7 +150,7 @@ fn predict(project: &Project, input: &[u8]) -> (Option<i32>, Vec<Value>, String)
     (output.status.code(), rows, text(output.stderr))
 }
 
-/// Regression: a dialogue of two lines that is classified as two texts, each by itself.
+/// Regression: a dialogue of two lines was classified as two separate texts.
 #[test]
 fn dialogues_on_stdin_are_classified_whole_and_in_their_order() {
     let project = project();
@@ -185,7 +185,7 @@ fn a_long_text_is_shortened_and_counted() {
     assert!(said.stderr.contains("26 text(s) longer than 8 tokens were shortened"), "{said:#?}");
 }
 
-/// What is done to files of a good classifier's folder, and the sentence.
+/// Each case: a change to the files of a valid classifier, and the error.
 #[test]
 fn a_damaged_classifier_is_reported_in_one_sentence() {
     let good = project();

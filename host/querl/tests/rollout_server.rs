@@ -1,4 +1,4 @@
-//! `rl` with the rollouts of a server that speaks vLLM's interface over the engine of querl-model, and of servers that do not.
+//! `rl` with a rollout server: vLLM's API over the engine of querl-model, and servers that violate the API.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -15,7 +15,7 @@ use std::sync::{LazyLock, Mutex};
 use support::Project;
 use support::results::{copy, prepared};
 
-/// A model with the adapters that were loaded.
+/// A model and its loaded adapters.
 struct ServedModel {
     decoder: Decoder,
     tokenizer: TextTokenizer,
@@ -92,13 +92,13 @@ impl ServedModel {
     }
 }
 
-/// A server of the tests' model whose answers `change` may change.
+/// A server of the tests' model; `change` may modify its responses.
 fn server(change: fn(&RecordedRequest, Answer) -> Answer) -> FaultyServer {
     let model = ServedModel::load(support::model());
     FaultyServer::start(move |request| change(request, model.answer(request)).into())
 }
 
-/// A project whose fine-tuning is done.
+/// A project with finished fine-tuning.
 fn project() -> Project {
     static TRAINED: LazyLock<Project> = LazyLock::new(|| {
         let project = Project::new();
@@ -160,7 +160,7 @@ fn rollouts_of_a_server_with_the_same_seeds_are_those_of_the_local_engine() {
         assert!(row.get("rollout_probs_diff").is_none(), "{row}");
     }
 
-    // An adapter before the first step, and one after each; the earlier one is unloaded first, the last one at the end.
+    // One adapter before the first step and one after each step. The previous one is unloaded first, the last one at the end.
     let requests = server.requests();
     let handovers = requests.iter().filter(|request| request.path != "/v1/completions");
     let shown = |request: &RecordedRequest| {
@@ -180,7 +180,7 @@ fn rollouts_of_a_server_with_the_same_seeds_are_those_of_the_local_engine() {
     assert!(moved.stderr.contains("rl: finished earlier, skipped"), "another address is no other input: {moved:#?}");
 }
 
-/// The first choice of a completion, changed.
+/// Modifies the first choice of a completion.
 fn changed(request: &RecordedRequest, answer: Answer, change: fn(&mut Value)) -> Answer {
     if request.path != "/v1/completions" {
         return answer;

@@ -1,4 +1,4 @@
-//! The whole way on a small project: what is made, what is skipped, what is redone, what a kill leaves.
+//! A complete run of a small project: which stages run, which are skipped, which are repeated, and the state after a kill.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -6,7 +6,7 @@ mod support;
 use support::process::{interrupted, signal};
 use support::{Project, repository};
 
-/// One test, because its parts build on one another and the run is the slow part.
+/// A single test, because its parts depend on one another and the run is slow.
 #[test]
 fn run_makes_everything_then_skips_what_is_finished_and_redoes_what_changed() {
     let project = Project::new();
@@ -44,7 +44,7 @@ fn run_makes_everything_then_skips_what_is_finished_and_redoes_what_changed() {
     let from_resolved = project.querl(&["run", "run/config.resolved.toml"]).ok();
     assert_eq!(from_resolved.stderr.matches("finished earlier, skipped").count(), 6, "{from_resolved:#?}");
 
-    // What comes after depends on whether the new checkpoint differs: that of so short a run may not.
+    // Whether later stages are repeated depends on whether the new checkpoint differs; after so few steps it may not.
     let changed = project.querl(&["run", "querl.toml", "--set", "rl.kl_coef=0.2"]).ok();
     for line in ["sft: finished earlier, skipped\n", "rl: running (rl.kl_coef changed)\n"] {
         assert!(changed.stderr.contains(line), "{line}: {changed:#?}");
@@ -64,7 +64,7 @@ fn run_makes_everything_then_skips_what_is_finished_and_redoes_what_changed() {
     let evaluation: serde_json::Value = serde_json::from_str(&report.stdout).unwrap();
     assert_eq!(evaluation["split"], "test");
     assert!(project.path("run/report.html").is_file());
-    // What cannot be replaced, as in a folder that may only be read.
+    // A folder in place of a file cannot be replaced, as in a read-only folder.
     std::fs::remove_file(project.path("run/report.html")).unwrap();
     std::fs::create_dir(project.path("run/report.html")).unwrap();
     let message = project.refusal(&["report", "run"], 2);
@@ -98,7 +98,7 @@ fn keys_of_a_recording_that_are_not_read_are_named_where_rewrites_are_missing() 
     let hint =
         " of 40 queries; its rows have no `history_summary`, and their `history` is not read; add them there, or set ";
     assert!(said.contains(hint), "{said}");
-    // As the stage has seen it.
+    // The table as read by the stage.
     project.write("teacher.jsonl", &rows);
     let stats = project.querl(&["data", "stats", "querl.toml"]).ok();
     assert!(stats.stdout.contains(hint), "{stats:#?}");
@@ -111,7 +111,7 @@ fn failed_rows_stay_failed_rows_and_are_tried_again() {
     project.write("teacher.jsonl", &rows.lines().skip(3).collect::<Vec<_>>().join("\n"));
     let done = project.querl(&["rewrite", "querl.toml"]).ok();
     assert!(done.stdout.contains("- not recorded  3"), "{done:#?}");
-    // Regression: rewrites that are not in the recording were hardly mentioned.
+    // Regression: rewrites missing in the recording were not reported clearly.
     let warning = "warning: the recorded teacher (teacher.jsonl) has no rewrite of 3 of 40 queries; add them there, or set fallback_teacher.base_url\n";
     assert_eq!(done.stderr.matches(warning).count(), 1, "{done:#?}");
     let skipped = project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
@@ -136,7 +136,7 @@ fn rewrites_that_were_paid_for_outlive_new_rows() {
     let rows = project.read("queries.jsonl");
     project.write("queries.jsonl", &rows.lines().skip(1).collect::<Vec<_>>().join("\n"));
     project.querl(&["rewrite", "querl.toml"]).ok();
-    // Nobody would write this again: it can only have been kept.
+    // A text that no stage would write: if it is there afterwards, the row was kept.
     let kept = project.read("run/data/rewrites.jsonl").replacen("\"text\":\"", "\"text\":\"KEPT ", 1);
     project.write("run/data/rewrites.jsonl", &kept);
     project.write("queries.jsonl", &rows);
@@ -159,7 +159,7 @@ fn a_stage_alone_refuses_what_was_made_from_other_files() {
     assert_eq!((refused.code, refused.stderr.as_str()), (Some(2), message));
 }
 
-/// Runs `args`, kills it once `metrics.jsonl` has `n_lines` of `stage`.
+/// Starts `args` and kills the process once `metrics.jsonl` has `n_lines` of `stage`.
 fn kill_within(project: &Project, args: &[&str], stage: &str, n_lines: usize) {
     let mut child = project.command(args).stderr(std::process::Stdio::null()).spawn().unwrap();
     let (log, stage) = (project.path("run/metrics.jsonl"), format!("\"stage\":\"{stage}\""));
@@ -172,7 +172,7 @@ fn kill_within(project: &Project, args: &[&str], stage: &str, n_lines: usize) {
     child.wait().unwrap();
 }
 
-/// Results of a run by file, without the times it took.
+/// Results of a run by file, without times.
 fn results(project: &Project) -> Vec<(String, String)> {
     let mut files: Vec<String> =
         ["data/validated.jsonl", "data/train.jsonl", "episodes.jsonl", "eval/records.jsonl"].map(str::to_owned).into();
@@ -240,7 +240,7 @@ fn runs_on_the_same_queries_are_pooled_and_others_refused() {
     assert!(table.contains("raw") && table.contains("teacher") && table.contains("2 runs"), "{table}");
     let json = project.querl(&["report", "one", "two", "--json"]).ok().stdout;
     assert!(serde_json::from_str::<serde_json::Value>(&json).unwrap().is_object(), "{json}");
-    // Without a bound on the gold queries, the same test split from other settings.
+    // Without a limit on gold queries: the same test split with other settings.
     evaluate("three", "retrieval.top_k=3");
     let message = project.refusal(&["report", "one", "three"], 2);
     assert!(message.starts_with("one and three differ in more than the seed: "), "{message}");
@@ -278,7 +278,7 @@ fn untrained_systems_samples_and_a_second_retriever_are_evaluated() {
         let answers: Vec<_> = records.iter().filter(|record| record["system"] == system).collect();
         let n = project.rows("run/data/test.jsonl").len();
         assert_eq!(answers.len(), n, "{system}");
-        // Symptom: the progress named `raw` whatever was evaluated.
+        // Symptom: the progress named `raw` for every system.
         assert!(first.stderr.contains(&format!("eval: {n}/{n} {system}")), "{system} in {first:#?}");
         assert!(answers.iter().all(|record| record["outcome"]["Ok"]["second_retrieval"]["retriever"] == "lexical"));
         let n_sampled = answers.iter().filter(|record| !record["outcome"]["Ok"]["samples"].is_null()).count();
@@ -323,7 +323,7 @@ fn an_interrupt_stops_at_a_safe_point_with_code_130() {
     let child = command.stderr(std::process::Stdio::piped()).spawn().unwrap();
     let log = project.path("run/metrics.jsonl");
     let started = std::time::Instant::now();
-    // From the first step on there is something to save.
+    // There is a state to save from the first step on.
     let has_steps = || std::fs::read_to_string(&log).is_ok_and(|text| text.contains("\"sft\""));
     while !has_steps() && started.elapsed().as_secs() < 120 {
         std::thread::sleep(std::time::Duration::from_millis(20));
@@ -336,7 +336,7 @@ fn an_interrupt_stops_at_a_safe_point_with_code_130() {
     assert!(project.path("run/sft/last").is_dir());
 }
 
-/// Figures of a stage's steps.
+/// Values of a metric of a stage by step.
 fn column(project: &Project, stage: &str, name: &str) -> Vec<f64> {
     let lines = project.read("run/metrics.jsonl");
     let of_stage = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
@@ -377,7 +377,7 @@ fn two_devices_that_hold_a_model_together_train_and_answer_as_one() {
         let (found, expected) = (column(&together, stage, name), column(&alone, stage, name));
         assert!(!expected.is_empty() && found.len() == expected.len(), "{name}: {found:?} and {expected:?}");
         for (found, expected) in found.iter().zip(&expected) {
-            // Sums in another order.
+            // The order of sums differs.
             assert!((found - expected).abs() <= 1e-4 * expected.abs().max(0.1), "{name}: {found} and {expected}");
         }
     }
@@ -402,7 +402,7 @@ fn what_cannot_be_split_is_refused_before_anything_is_done() {
     assert!(said.contains("model.tensor_parallel is 2 and device is \"cpu:3\""), "{said}");
 }
 
-/// Digest of every file of the run by path.
+/// Digest of every file of the run, by path.
 fn snapshot(project: &Project) -> std::collections::BTreeMap<String, String> {
     let mut files = std::collections::BTreeMap::new();
     let mut folders = vec![project.path("run")];
@@ -421,7 +421,7 @@ fn snapshot(project: &Project) -> std::collections::BTreeMap<String, String> {
     files
 }
 
-/// Regression: a refused command removed finished training. Everything is checked before the result is moved aside.
+/// Regression: a refused command removed a finished training. Everything is checked before the result is moved.
 #[test]
 fn a_refused_command_leaves_every_file_as_it_was() {
     let project = Project::new();
@@ -460,7 +460,7 @@ fn a_refused_command_leaves_every_file_as_it_was() {
     for args in refused {
         let output = project.querl(args);
         assert_eq!(output.code, Some(2), "{args:?}: {output:#?}");
-        // Symptom: the result was moved aside, and back after the refusal.
+        // Symptom: the result was moved, and moved back after the refusal.
         assert!(!output.stderr.contains("back in place"), "{args:?}: {output:#?}");
         assert_eq!(snapshot(&project), before, "{args:?}");
     }
@@ -477,7 +477,7 @@ fn an_earlier_result_is_kept_until_the_new_one_is_complete() {
     let more = ["run", "querl.toml", "--to", "rl", "--set", "rl.max_steps=400", "--set", "rl.save_steps=1"];
     kill_within(&project, &more, "rl", 5);
     assert!(project.path("run/previous/rl/finished/files/rl/best/adapter_config.json").is_file());
-    // The settings of the first run again: its result is put back.
+    // With the settings of the first run its result is restored.
     let back = project.querl(&first).ok();
     assert!(back.stderr.contains("rl: its earlier result on the same inputs is back in place\n"), "{back:#?}");
     assert!(back.stderr.contains("rl: finished earlier, skipped\n"), "{back:#?}");
@@ -542,7 +542,7 @@ fn logs_that_were_cut_are_reported_and_not_drawn() {
     assert!(figures(&project.read("run/report.html")) < whole);
 }
 
-/// Symptom: `audit`, `watch` and `plugin replay` took logs that had lost lines for whole ones.
+/// Symptom: `audit`, `watch` and `plugin replay` treated truncated logs as complete.
 #[test]
 fn logs_that_lost_lines_are_named_by_whatever_reads_them() {
     let project = Project::new();
@@ -561,7 +561,7 @@ fn logs_that_lost_lines_are_named_by_whatever_reads_them() {
     let reward = repository().join("plugins/reward-competition").display().to_string();
     let replayed = project.querl(&["plugin", "replay", "run", "--plugin", &reward]).ok();
     assert!(replayed.stderr.contains("warning: episodes.jsonl of rl has "), "{replayed:#?}");
-    // Without the ledger it is not known, and results that are there are not said to be missing.
+    // Without the ledger it is unknown whether the log is complete, and existing results are not reported as missing.
     std::fs::remove_file(project.path("run/stages.json")).unwrap();
     let ledger = project.refusal(&["export", "gguf", "run", "--out", "model.gguf"], 2);
     assert!(ledger.starts_with("run/stages.json: has no finished training for run/sft; put the file back"), "{ledger}");
@@ -569,7 +569,7 @@ fn logs_that_lost_lines_are_named_by_whatever_reads_them() {
     assert!(ledger.starts_with("run/stages.json: has no entry of "), "{ledger}");
 }
 
-/// Symptom: `serve reward` knew fewer queries, and `data stats` counted fewer rows, without a word.
+/// Symptom: `serve reward` knew fewer queries, and `data stats` counted fewer rows, without a message.
 #[test]
 fn splits_that_lost_rows_are_named_by_whatever_reads_them() {
     let project = Project::new();
@@ -595,7 +595,7 @@ fn a_base_model_that_was_damaged_is_not_deployed() {
     assert!(!project.path("new/tenants").exists());
 }
 
-/// Symptom: the report left the row funnel out, without a word, where rewrites or hits had been changed.
+/// Symptom: the report omitted the row funnel without a message if rewrites or hits had been changed.
 #[test]
 fn rows_that_were_changed_after_the_run_are_reported_where_the_funnel_ends() {
     let project = Project::new();
@@ -647,7 +647,7 @@ fn a_model_that_is_noise_stops_the_run_after_sft_and_its_checkpoint_is_kept() {
     for sft in ["sft: done in ", "sft: finished earlier, skipped\n"] {
         let stopped = project.querl(&["run", "querl.toml"]);
         assert!(stopped.code == Some(3) && stopped.stderr.contains(sft), "{stopped:#?}");
-        // Symptom: between `running` and the last step nothing was printed.
+        // Symptom: nothing was printed between `running` and the last step.
         let start = stopped.stderr.lines().find(|line| line.ends_with(" trainable parameters"));
         assert_eq!(start.is_some(), sft == "sft: done in ", "{stopped:#?}");
         assert!(start.is_none_or(|line| line.starts_with("sft: ") && line.contains(" rows, 2 steps of ")));
@@ -663,7 +663,7 @@ fn a_model_that_is_noise_stops_the_run_after_sft_and_its_checkpoint_is_kept() {
     assert!(warned.stderr.contains("rl: 2/2 best val reward "), "{warned:#?}");
     let sft = project.querl(&["sft", "querl.toml", "--from", "sft"]).ok();
     assert!(sft.stderr.contains(&warning), "{sft:#?}");
-    // The key changes no result: SFT is not repeated.
+    // The setting does not affect results: SFT is not repeated.
     let whole = project.querl(&["run", "querl.toml", "--set", "sft.on_noise=warn"]).ok();
     assert!(whole.stderr.contains("sft: finished earlier, skipped\n"), "{whole:#?}");
 }
@@ -689,7 +689,7 @@ fn thinking_is_a_setting_of_the_policy_in_all_stages() {
         let changed = run(Some(thinking));
         assert!(changed.stderr.contains("sft: running (model.enable_thinking changed)\n"), "{changed:#?}");
     }
-    // A model with random weights never writes `</think>`: none of its responses has a rewrite.
+    // A model with random weights never writes `</think>`, so that none of its responses has a rewrite.
     let records = project.rows("run/eval/records.jsonl");
     let trained: Vec<_> = records.iter().filter(|record| record["system"] == "rl").collect();
     assert!(!trained.is_empty());

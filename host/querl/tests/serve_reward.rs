@@ -1,4 +1,4 @@
-//! `querl serve reward` through the command line: the scores of a run's own episodes, and what is refused.
+//! `querl serve reward` through the command line: the scores of a run's own episodes, and refused requests.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -10,7 +10,7 @@ use support::server::Server;
 
 const SERVE: [&str; 2] = ["serve", "reward"];
 
-/// A recorded episode as a request: its query by id.
+/// A recorded episode as a request, with its query by id.
 fn request(record: &Value) -> Value {
     let episode = &record["episode"];
     let (_, id) = episode["group_id"].as_str().unwrap().rsplit_once('/').unwrap();

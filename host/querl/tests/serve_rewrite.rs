@@ -1,4 +1,4 @@
-//! `querl serve rewrite` through the command line: rewrites of several tenants, their replacement, and runs that cannot be served.
+//! `querl serve rewrite` through the command line: rewrites of several tenants, reloading, and runs that cannot be served.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -12,7 +12,7 @@ use support::{Project, model};
 
 const SERVE: [&str; 2] = ["serve", "rewrite"];
 
-/// Requests for the queries of an evaluation, and the rewrites that it found; empty where a response had none.
+/// Requests with the queries of an evaluation, and the expected rewrites; empty if a response had none.
 fn evaluated(folder: &str, tenant: &str) -> Vec<(Value, String, String)> {
     let records = RUNS.rows(&format!("{folder}/eval/records.jsonl"));
     let of_rl = records.into_iter().filter(|record| record["system"] == "rl");
@@ -83,14 +83,14 @@ async fn a_tenant_is_replaced_without_a_failed_or_mixed_response() {
         assert_eq!(refused.status(), 422);
     };
     tokio::join!(client, operator);
-    // Regression: `created` was the time of the last load.
+    // Regression: `created` was the time of the last reload.
     let models = server.client.get(format!("{}/v1/models", server.url)).send().await.unwrap();
     let models: Value = models.json().await.unwrap();
     assert_eq!(models["data"][0]["created"], 1_600_000_000, "{models}");
     let load = server.client.post(format!("{}/admin/tenants", server.url)).json(&json!({"path": project.path("run")}));
     assert_eq!(load.send().await.unwrap().status(), 401);
 
-    // SIGHUP loads the runs of the command line again: here another model under the same path and tenant.
+    // SIGHUP loads the runs of the command line again, here another model under the same path and tenant.
     let version = async || server.ask("/v1/rewrite", &cases[0].0).await.1["version"].clone();
     let before = version().await;
     std::fs::remove_dir_all(project.path("run")).unwrap();
@@ -108,7 +108,7 @@ async fn a_tenant_is_replaced_without_a_failed_or_mixed_response() {
     assert_eq!(server.end("-TERM"), Some(0));
 }
 
-/// Waits until the log of a project's server has a line that ends so.
+/// Waits for a line in the server's log that ends with this text.
 async fn logged(project: &Project, end: &str) -> String {
     for _ in 0..600 {
         let log = project.read("server.log");
@@ -120,7 +120,7 @@ async fn logged(project: &Project, end: &str) -> String {
     panic!("no `{end}` in {}", project.read("server.log"))
 }
 
-/// Gives a run another tenant.
+/// Changes the tenant of a run.
 fn rename(project: &Project, run: &str, (from, to): (&str, &str)) {
     let (file, from) = (format!("{run}/config.resolved.toml"), format!("tenant = \"{from}\""));
     let resolved = project.read(&file);
@@ -142,7 +142,7 @@ async fn tenants_of_a_missing_deployment_are_still_served() {
     let writes = "expected a run's folder, which `querl run` writes, or its configuration";
     let problem = logged(&project, writes).await;
     assert!(problem.contains("not loaded again: deployment: "), "{problem}");
-    // A tenant would be removed at the end of the reload.
+    // Tenants are removed at the end of a reload.
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_eq!((status("fivedoctors").await, status("other").await), (200, 200));
 
@@ -175,14 +175,14 @@ async fn a_tenant_that_moved_to_a_damaged_run_is_still_served() {
         let elsewhere = project.path("elsewhere");
         std::fs::rename(&file, &elsewhere).unwrap();
         server.signal("-HUP");
-        // Three tenants were loaded at the start, and two are with each reload.
+        // Three tenants are loaded at the start, and two at each reload.
         for _ in 0..600 {
             if project.read("server.log").matches(": version ").count() == n_loaded {
                 break;
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        // A tenant would be removed at the end of the reload.
+        // Tenants are removed at the end of a reload.
         tokio::time::sleep(Duration::from_millis(500)).await;
         let log = project.read("server.log");
         assert!(log.matches(": version ").count() == n_loaded && !log.contains(": removed, "), "{log}");
@@ -195,7 +195,7 @@ async fn a_tenant_that_moved_to_a_damaged_run_is_still_served() {
     assert_eq!(version().await, before);
 }
 
-/// Regression: a tenant that was renamed by SIGHUP was open to every client, and its key could not be prepared.
+/// Regression: a tenant that was renamed by SIGHUP was open to every client, and a key for the new name could not be set in advance.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_tenant_with_a_key_is_renamed_where_the_new_name_has_one() {
     let project = project();
@@ -213,7 +213,7 @@ async fn a_tenant_with_a_key_is_renamed_where_the_new_name_has_one() {
     assert_eq!(server.ask("/v1/rewrite", &json!({"tenant": "fourth", "query": "胶原蛋白怎么吃"})).await.0, 401);
 }
 
-/// Regression: after SIGHUP a run of the command line took over the tenant of another one, and a renamed tenant was served under both names.
+/// Regression: after SIGHUP a run replaced the tenant of another run, and a renamed tenant was served under both names.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reload_takes_no_tenant_of_another_run_and_removes_renamed_ones() {
     let project = project();
@@ -223,7 +223,7 @@ async fn a_reload_takes_no_tenant_of_another_run_and_removes_renamed_ones() {
     let version = async |tenant: &str| server.ask("/v1/rewrite", &request(tenant)).await.1["version"].clone();
     let before = (version("fivedoctors").await, version("other").await);
     assert!(before.0.is_string() && before.1.is_string() && before.0 != before.1, "{before:?}");
-    // Regression: SIGHUP without a change was logged as a start is.
+    // Regression: SIGHUP without a change was logged as a start.
     server.signal("-HUP");
     logged(&project, "loaded again: nothing has changed; tenants: 2").await;
     assert_eq!(project.read("server.log").matches(": version ").count(), 2, "those of the start");
@@ -240,7 +240,7 @@ async fn a_reload_takes_no_tenant_of_another_run_and_removes_renamed_ones() {
     assert_eq!(server.ask("/v1/rewrite", &request("other")).await.0, 404);
     assert_eq!(version("fivedoctors").await, before.0);
 
-    // Both names change hands. The run `run` is loaded first, while `other` is still served as `third`.
+    // The two names are swapped. `run` is loaded first, while `other` is still served as `third`.
     let third = version("third").await;
     rename(&project, "run", ("fivedoctors", "third"));
     rename(&project, "other", ("third", "fivedoctors"));
@@ -291,7 +291,7 @@ fn answer_once(listener: &std::net::TcpListener) {
     stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}").unwrap();
 }
 
-/// Regression: each request to an upstream service that was down wrote a line.
+/// Regression: each request to an unavailable upstream service wrote a line.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_upstream_that_is_down_has_one_line_in_the_log_and_one_when_it_responds_again() {
     let project = project();
@@ -309,7 +309,7 @@ async fn an_upstream_that_is_down_has_one_line_in_the_log_and_one_when_it_respon
     upstream.join().unwrap();
     logged(&project, "responds again (4 more failures since the last such line)").await;
     let log = project.read("server.log");
-    // Regression: the line had the address twice and not the cause.
+    // Regression: the line contained the address twice and not the cause.
     let failed: Vec<&str> = log.lines().filter(|line| line.contains(": request failed: ")).collect();
     assert!(failed.len() == 1 && failed[0].contains(": request failed: Connection refused"), "{log}");
     assert_eq!(failed[0].matches(&addr.to_string()).count(), 1, "{log}");
@@ -318,7 +318,7 @@ async fn an_upstream_that_is_down_has_one_line_in_the_log_and_one_when_it_respon
 #[test]
 fn what_cannot_be_served_is_refused_with_what_to_do() {
     let project = project();
-    // It may listen already, since models are loaded while the server answers.
+    // It may listen already, because models are loaded while the server responds.
     let serve = |args: &[&str]| {
         let output = project.querl(&[&SERVE, args, &["--addr", "127.0.0.1:0", "-q"]].concat());
         assert_eq!((output.code, output.stderr.lines().count()), (Some(2), 1), "{output:#?}");
@@ -328,7 +328,7 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
         "nothing: no such file or folder; expected a run's folder, which `querl run` writes, or its configuration";
     assert_eq!(serve(&["nothing"]), nothing);
     assert!(serve(&["nothing.toml"]).starts_with("nothing.toml: no such file"));
-    // An address for documentation, which cannot be listened on (RFC 5737).
+    // An address reserved for documentation (RFC 5737), on which no process can listen.
     let open = project.querl(&["serve", "rewrite", "run", "--addr", "192.0.2.1:8000"]);
     let warning = "192.0.2.1: other machines may reach this address, and no key is required of tenant `fivedoctors`;";
     assert!(open.code == Some(2) && open.stderr.contains(warning), "{open:#?}");
@@ -342,7 +342,7 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
     assert!(serve(&["run", "--upstream", "ftp://x"]).starts_with("--upstream: "));
     assert!(serve(&["run", "--admin_key_env", "NO_SUCH_KEY"]).contains("`NO_SUCH_KEY` holds no key"));
     assert!(serve(&[]).ends_with("or follow releases by --releases DIR"));
-    // A key of a misspelled tenant would leave the tenant open. The name of a variable that is set.
+    // A key for a misspelled tenant would leave the tenant open. `QUERL_CACHE_DIR` is a variable that is set.
     let misspelled = "fivedoctor=QUERL_CACHE_DIR";
     let unknown = "--tenant_key_env: no tenant `fivedoctor` is served; did you mean `fivedoctors`?";
     assert_eq!(serve(&["run", "--tenant_key_env", misspelled]), unknown);
@@ -350,7 +350,7 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
     let later = project.querl(&[&["serve", "rewrite", "run"][..], &keys].concat());
     assert!(later.code == Some(2) && later.stderr.contains(&format!("warning: {unknown}\n")), "{later:#?}");
     assert!(later.stderr.contains("no key is required of tenant `fivedoctors`;"), "{later:#?}");
-    // Symptom: the address was announced first.
+    // Symptom: the address was announced before the check.
     let twice = project.querl(&[&SERVE[..], &["run", "run", "--addr", "127.0.0.1:0"]].concat());
     assert!(twice.stderr.contains("are both of tenant `fivedoctors`"), "{twice:#?}");
     assert_eq!((twice.code, twice.stdout.as_str()), (Some(2), ""), "{twice:#?}");
@@ -363,7 +363,7 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
     let damaged = serve(&["run"]);
     assert!(damaged.contains("adapter_model.safetensors") && damaged.contains("querl rl"), "{damaged}");
 
-    // Another base: the same model with one other byte in its weights.
+    // Another base model: one byte of its weights differs.
     project.copy_model("model");
     let weights = project.path("model/model.safetensors");
     let mut bytes = std::fs::read(&weights).unwrap();

@@ -1,4 +1,4 @@
-//! A small model of a tenant's own: `querl model corpus`, and `querl model pretrain` with held-out lines.
+//! A small model for one tenant: `querl model corpus`, and `querl model pretrain` with held-out lines.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -39,7 +39,7 @@ fn a_corpus_has_every_passage_and_conversations_and_reads_no_query() {
     let lines = corpus(&project, &["--lines", "60"]);
     assert_eq!(lines.len(), 60);
     let texts: Vec<&str> = lines.iter().filter_map(|line| line["text"].as_str()).collect();
-    // 60 lines over 4 passages: at most a third of the lines are texts.
+    // 60 lines over 4 passages: at most a third of the lines are texts of passages.
     assert_eq!(texts.len(), 16);
     assert!(texts.iter().any(|text| text.starts_with("BreezeMax 9: noise at night\nA humming")), "{texts:?}");
     let answers = answers(&lines);
@@ -85,7 +85,7 @@ fn the_written_file_pretrains_a_model_with_held_out_lines() {
     assert!(in_use.contains(&expected) && in_use.ends_with("; wait for it, or name another output_dir"), "{in_use}");
     assert!(!project.path("own-model/.pretrain").exists());
     drop(lock);
-    // Regression: a model whose pretraining was stopped was called a broken one.
+    // Regression: a model whose pretraining was stopped was reported as damaged.
     std::fs::create_dir_all(project.path("own-model/.pretrain/state")).unwrap();
     for command in [&["config", "check", "querl.toml"][..], &["plan", "querl.toml"]] {
         let said =
@@ -111,7 +111,7 @@ fn the_weights_with_the_best_held_out_loss_are_written() {
     let project = Project::new();
     let lines: String = (0..40).map(|n| format!("{{\"text\": \"五博士鱼油 第{n}批 每天两粒 饭后服用\"}}\n")).collect();
     project.write("corpus.jsonl", &lines);
-    // At a constant, high rate the loss soon stops to fall, and the steps up to the best one do not depend on the number of steps.
+    // With a high, constant learning rate the loss soon stops decreasing, and the best step does not depend on `max_steps`.
     let pretrain = |folder: &str, max_steps: &str| {
         let text = format!(
             "corpus = \"corpus.jsonl\"\noutput_dir = \"{folder}\"\nseed = 1\nvocab_size = 300\nval_share = 0.2\n\
@@ -167,7 +167,7 @@ fn what_cannot_be_used_is_refused_with_what_was_expected() {
     project.write("pretrain.toml", "corpus = \"c\"\noutput_dir = \"o\"\nseed = 1\nvocab_size = 300\nval_share = 0.9\n[model]\nhidden_size = 8\nintermediate_size = 8\nn_layers = 1\nn_heads = 1\nn_kv_heads = 1\nhead_dim = 8\nmax_positions = 64\n[train]\n");
     let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
     assert_eq!(message, "pretrain.toml: val_share is 0.9; expected 0.0 to 0.5");
-    // Symptom: a configuration in place of the other one was answered with an unknown field.
+    // Symptom: the error for the wrong kind of configuration was an unknown field.
     let message = project.refusal(&["model", "pretrain", "querl.toml"], 2);
     let expected = "querl.toml: a configuration of `querl run`; expected the file that `querl model corpus querl.toml --out corpus.jsonl \
                     --pretrain pretrain.toml --out_model DIR` writes";

@@ -1,4 +1,4 @@
-//! Runs with a style model: the way from a classifier to a reward and to the figures, and what is refused on it.
+//! Runs with a style model: from the classifier to reward and metrics, and refused configurations.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -8,7 +8,7 @@ use support::{Project, model, repository};
 
 const CLASSES: [&str; 5] = ["售前", "售后", "诚实", "有帮助", "无伤害"];
 
-/// The end of a configuration with a style model and a style scorer next to the other reward.
+/// The end of a configuration with a style model, and a style scorer as second reward.
 const STYLE: &str = r#"
 [plugins.style_model]
 path = "style"
@@ -22,7 +22,7 @@ fn plugins() -> String {
     repository().join("plugins").display().to_string()
 }
 
-/// A project whose configuration ends with `more`; `PLUGINS` is where the repository's are.
+/// A project whose configuration ends with `more`; `PLUGINS` is replaced by the path of the repository's plugins.
 fn project(more: &str) -> Project {
     let project = Project::new();
     std::fs::copy(repository().join("examples/style/seed26.json"), project.path("dialogues.json")).unwrap();
@@ -30,7 +30,7 @@ fn project(more: &str) -> Project {
     project
 }
 
-/// Trains a classifier for a moment, by the example's own file.
+/// Trains a classifier for a few steps with the example's configuration.
 fn train(project: &Project, folder: &str, seed: &str) {
     let config = repository().join("examples/style/classifier.toml").display().to_string();
     let flags = ["--train_file", "dialogues.json", "--output_dir", folder, "--num_train_epochs", "1", "--seed", seed];
@@ -45,7 +45,7 @@ fn sum(style: &Value) -> f64 {
 fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_of_style() {
     let project = project(STYLE);
     project.edit("path = \"style\"", "path = \"style\"\naudit = \"audit\"");
-    // A model that writes words, and a parser that takes them as they are: of blank answers nobody says a style.
+    // A model that writes words, and a parser that accepts them unchanged: empty responses have no style.
     let tiny = repository().join("examples/tiny-qwen3").display().to_string();
     project.edit(&model().display().to_string(), &tiny);
     project
@@ -72,7 +72,7 @@ fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_
         assert!(side("baseline").is_null(), "no reward reads the style of the teacher's rewrite: {row}");
         if !row["episode"]["policy"]["rewrite"].as_str().unwrap_or_default().trim().is_empty() {
             n_classified += 1;
-            // The plugin got the distribution of the policy in the episode, not that of the teacher.
+            // The plugin received the distribution of the policy's response, not that of the teacher's.
             assert!((sum(side("policy")) - 1.0).abs() < 1e-6, "{row}");
             for (index, class) in side("policy").as_array().unwrap().iter().enumerate() {
                 assert_eq!(class["label"], CLASSES[index]);
@@ -97,14 +97,14 @@ fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_
     assert_ne!(style["model"]["systems"]["raw"], style["audit"]["systems"]["raw"], "two models, not one twice");
     assert!(style["n_chars"]["rl"]["mean"].is_number() && style["distinct"]["rl"].is_number(), "{style}");
     assert!(project.read("run/report.html").contains("Shift of style"));
-    // What another margin would have said, with no model there: the episodes hold what it said.
+    // A replay with another margin, without the model: the episodes contain its distributions.
     let scorer = format!("{}/scorer-style", plugins());
     let settings = ["--settings", "targets=[\"诚实\"]", "--settings", "margin=0.2"];
     let replay =
         project.querl(&[&["plugin", "replay", "run", "--plugin", &scorer, "--json"], &settings[..]].concat()).ok();
     let replay: Value = serde_json::from_str(&replay.stdout).unwrap();
     assert!(replay.is_object(), "{replay}");
-    // Regression: calls of a style scorer were not recorded. They are enough for a replay with the settings of the run.
+    // Regression: calls of a style scorer were not recorded. With the settings of the run they suffice for a replay.
     let without_styles = |row: &Value| {
         let mut row = row.clone();
         row["episode"]["policy"].as_object_mut().unwrap().remove("style");
@@ -122,7 +122,7 @@ fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_
     assert!(episodes.iter().all(|row| row["episode"]["policy"].get("audit_style").is_none()), "no reward sees it");
 }
 
-/// The example's own files, with a classifier and answers of a moment.
+/// The example's files, with a classifier and answers after a few steps.
 #[test]
 fn the_example_of_answers_in_a_style_loads_and_looks_nothing_up() {
     let project = project("");
@@ -182,7 +182,7 @@ fn an_unusable_style_model_is_reported_before_any_stage() {
     std::fs::remove_file(project.path("style/model.safetensors")).unwrap();
     let damaged = with(&[style]);
     assert!(damaged.starts_with("plugins.style_model.path: ") && damaged.contains("model.safetensors"), "{damaged}");
-    // What asks nobody about style needs no weights.
+    // Stages that do not call the style model do not need its weights.
     project.querl(&["rewrite", "querl.toml", "--set", style]).ok();
 }
 

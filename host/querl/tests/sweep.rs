@@ -44,7 +44,7 @@ fn halving_trains_the_better_half_further_and_a_trial_in_parts_is_an_uninterrupt
     assert_eq!((&report["finished"], &report["search"]["halving"]), (&Value::Bool(true), &Value::Bool(true)));
     let best = combinations[0]["settings"][0].as_str().unwrap();
     assert_eq!(report["best"], serde_json::json!([format!("--set {best}")]));
-    // The dataset of the project's own run, and SFT of the first trial, were made once; nothing was evaluated on the test split.
+    // The dataset was reused from the project's own run, SFT ran once in the first trial, and the test split was not evaluated.
     assert_eq!(first.stderr.matches("convert: running").count(), 0, "{first:#?}");
     assert_eq!(first.stderr.matches("sft: running").count(), 1, "{first:#?}");
     for number in 1..=3 {
@@ -159,7 +159,7 @@ fn a_component_that_evaluations_do_not_have_is_named_with_those_that_they_have()
     assert!(last.contains("val/reward"), "{last}");
 }
 
-/// The record of each step, which the script computes again where Python has numpy.
+/// If Python has numpy, recompute_step.py computes each recorded step again.
 #[test]
 fn a_full_record_is_computed_again_in_numpy_and_repeats_no_stage() {
     let project = project();

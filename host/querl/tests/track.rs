@@ -1,4 +1,4 @@
-//! `querl track` and `[tracking]`, with a module in place of a tracker's library that writes down what it is given.
+//! `querl track` and `[tracking]`, with a fake tracker library that records its calls.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)]
 
@@ -37,7 +37,7 @@ def finish():
     pass
 "#;
 
-/// False with a note where this machine has no Python that can run the package.
+/// False, with a note, if there is no Python that can run the package.
 fn has_python() -> bool {
     let check = "import sys; sys.exit(sys.version_info < (3, 10))";
     let found = Command::new("python3").args(["-c", check]).status().is_ok_and(|status| status.success());
@@ -47,7 +47,7 @@ fn has_python() -> bool {
     found
 }
 
-/// The binary, with the package of this repository and the modules in `fake` for its Python.
+/// The binary, with the Python package of this repository and the modules in `fake`.
 fn command(project: &Project, args: &[&str]) -> Command {
     let mut command = project.command(args);
     let packages = [project.path("fake"), repository().join("host/querl-python/python")];
@@ -60,14 +60,14 @@ fn querl(project: &Project, args: &[&str]) -> CommandOutput {
     CommandOutput::of(command(project, args).output().unwrap(), project.folder.path())
 }
 
-/// Steps and values of a metric that the library was given, in order.
+/// Steps and values of a metric passed to the library, in order.
 fn logged(project: &Project, name: &str) -> Vec<(u64, Value)> {
     let calls = project.rows("calls.jsonl");
     let values = calls.iter().filter_map(|call| Some((call["step"].as_u64()?, call["values"].get(name)?.clone())));
     values.collect()
 }
 
-/// The same of `metrics.jsonl`.
+/// Steps and values of a metric in `metrics.jsonl`.
 fn recorded(project: &Project, stage: &str, name: &str) -> Vec<(u64, Value)> {
     let lines = project.rows("run/metrics.jsonl").into_iter().filter(|line| line["stage"] == stage);
     lines.filter_map(|line| Some((line["step"].as_u64()?, line.get(name)?.clone()))).collect()
@@ -107,7 +107,7 @@ fn a_run_is_mirrored_while_it_is_trained_and_a_tracker_that_fails_is_a_warning()
     let first_call = &calls[0];
     assert!(first_call["init"][0] == "p" && first_call["init"][1].as_str().unwrap().starts_with("n-"), "{first_call}");
 
-    // The defaults of `querl track` are those of the run.
+    // `querl track` uses the run's settings as defaults.
     let again = querl(&project, &["track", "run", "--to", "trackio"]).ok();
     assert!(again.stdout.starts_with("trackio: nothing new; run n-") && !again.stdout.contains("noise"), "{again:#?}");
     // No stage depends on the tracker.

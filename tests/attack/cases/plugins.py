@@ -1,4 +1,4 @@
-"""Plugins of others: folders with the names of files, faults in a run, plugins in JavaScript and Python, keys and locks."""
+"""Untrusted plugins: folders with the names of files, faults in a run, plugins in JavaScript and Python, keys and locks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPISODES = str(ROOT / "examples/hello-reward/episodes.jsonl")
 
 def folders_named_as_files(tally) -> None:
     with Project() as project:
-        # A `cargo` that leaves a file where it is run.
+        # A fake `cargo` that creates a file when it is executed.
         project.write("bin/cargo", f"#!/bin/sh\necho >> '{project.path('built')}'\nexit 1\n")
         project.path("bin/cargo").chmod(0o755)
         environment = {"PATH": f"{project.path('bin')}:{os.environ['PATH']}"}
@@ -41,7 +41,7 @@ def folders_named_as_files(tally) -> None:
                 tally.attack(f"a folder {name}: {' '.join(args[:2])}", problem or built)
 
 
-# What the reward tests/guests/odd-reward does wrong, and what the run says.
+# The violation of the reward tests/guests/odd-reward, and the message of the run.
 BREACHES = {
     "huge_range": "declares the range",
     "empty_range": "range",
@@ -70,7 +70,7 @@ def faults_of_rewards(tally) -> None:
                 tally.attack(f"a reward that {breach}", codes[0] if all(codes) else None)
             for path in project.path("run/faults").glob("*"):
                 again = project.querl("plugin", "replay", str(path))
-                # Names add up over all calls of a run; a replay is one call.
+                # Component names are counted over all calls of a run; a replay is one call.
                 tally.attack(f"a replay of {breach}", again.problem(0 if breach == "many_names" else 1, "odd-reward"))
 
 
@@ -137,7 +137,7 @@ def faults_of_style_scorers(tally) -> None:
                 tally.attack(f"a replay of a style scorer that {breach}", project.querl("plugin", "replay", str(path)).problem(1, "scorer 0.1.0"))
 
 
-# A line of the author's function `score`, in each language; what must be named: the file and the line that is found by the marker.
+# A line in the function `score` of the plugin, per language. The message must contain the file and the line of the marker.
 PYTHON = """from querl_sdk import Episode, Reward, Score, Settings, export
 
 
@@ -221,7 +221,7 @@ def native_authors(tally) -> None:
                 number = text[: text.index(line)].count("\n") + 1
                 end = project.querl("plugin", "dev", "length", "--episodes", EPISODES, "--once", "--no-component", limit_s=60)
                 is_value = "total" in line or "return;" in line or "Promise" in line
-                # Natively, the author's own functions may open files: the component may not.
+                # Run natively, the plugin may open files; the component may not.
                 is_allowed = language == "python" and name in ("a file", "a process")
                 said = end.out + end.err
                 if is_allowed:
@@ -239,7 +239,7 @@ def native_authors(tally) -> None:
 
 
 def components(tally) -> None:
-    """Components in Python and JavaScript: the fault has the line, in JavaScript that of the bundle, and no folder of the author is in the bytes."""
+    """Components in Python and JavaScript: the fault has a line number (in JavaScript that of the bundle), and no path of the author is included."""
     tools = {"python": PLUGINS / ".venv", "javascript": PLUGINS / "node_modules"}
     for language, source, file, attacks in (
         ("python", PYTHON, "plugin.py", ("an exception", "a file", "a socket", "a process")),
@@ -268,10 +268,10 @@ def components(tally) -> None:
                 if language == "python":
                     line = f'plugin.py", line {number}'
                 elif "total" in name:
-                    line = "length 0.1.0"  # a value has no stack
+                    line = "length 0.1.0"  # a value has no stack trace
                 else:
                     bundle = project.path("length/dist/length.js").read_text()
-                    # esbuild renames a parameter whose name is taken: episode2.
+                    # esbuild renames a parameter whose name is taken, for example to episode2.
                     found = re.search(re.escape(lines[name]).replace("episode", r"episode\d*"), bundle)
                     line = f"length.js:{bundle[: found.start()].count(chr(10)) + 1}:"
                 named = line in said or f"{file}:{number}" in said
@@ -285,12 +285,12 @@ def components(tally) -> None:
                     tally.attack(f"a component with {name} at its head", None if fine else end.err[-400:])
 
 
-# Packages with which a plugin in Python cannot be built as they are: what the sentence says of each.
+# Packages with which a plugin in Python cannot be built without a workaround, and the text of the error.
 PACKAGES = {
     "numpy": ["the package `numpy` has code that is compiled for this machine", "write the plugin in Rust"],
     "jieba": ["`jieba` (", "at most 67 MB can be loaded", "use the host function `words`"],
 }
-# As sdk/python/README.md describes it.
+# The workaround of sdk/python/README.md.
 JIEBA_NEXT_TO_PLUGIN = """import jieba
 
 jieba.dt.tmp_dir = "/"
@@ -299,7 +299,7 @@ jieba.initialize()
 
 
 def packages(tally) -> None:
-    """A package of others works in a component, or the build says what to do. Needs the registry of Python packages."""
+    """A third-party package works in a component, or the build error says what to do. Needs the Python package index."""
     if not (PLUGINS / ".venv").exists():
         tally.skip("packages in components in Python", "plugins/setup.sh has not run")
         return
@@ -310,7 +310,7 @@ def packages(tally) -> None:
             return end.stderr[-300:] if end.returncode else None
 
         def environment(*names: str) -> str | None:
-            """A plugin with an environment that has nothing but componentize-py and these packages."""
+            """A plugin whose environment contains componentize-py and these packages only."""
             new_plugin(project, "python")
             folder = project.path("length/.venv")
             pip = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check"]
@@ -329,7 +329,7 @@ def packages(tally) -> None:
             tally.attack(f"a component with {name}", project.querl("plugin", "build", "length").problem(2, *said))
             if name == "numpy":
                 continue
-            # The words of a query, by the host function and by the package next to plugin.py.
+            # The words of a query from the host function equal those from the package next to plugin.py.
             found = next(project.path("length/.venv/lib").glob("python3.*/site-packages/jieba"))
             shutil.copytree(found, project.path("jieba"), ignore=shutil.ignore_patterns("posseg", "analyse", "lac_small", "__pycache__"))
             if missing := environment():
@@ -381,7 +381,7 @@ def keys_and_locks(tally) -> None:
 
 
 def rotated_keys(tally) -> None:
-    """A key is replaced as docs/plugins.md says, and one that was lost is revoked."""
+    """Rotates a key as docs/plugins.md describes, and revokes a lost one."""
     bundle = "reward-competition-0.2.0.querl"
     with Project() as project:
         keys = [project.querl("plugin", "sign", "--new-key", name).out.strip() for name in ("old.pem", "new.pem")]
@@ -390,7 +390,7 @@ def rotated_keys(tally) -> None:
         shutil.copy(project.path(bundle), project.path("old-only.querl"))
         tally.attack("a second signature", project.querl("plugin", "sign", bundle, "--key", "new.pem").problem(0))
         config = project.path("querl.toml").read_text()
-        # The other plugins are bundles with both signatures, so that only that of the reward decides.
+        # The other plugins are bundles with both signatures, so that only the reward's signature matters.
         for kind in ("filter-quality", "tenant-fivedoctors"):
             source = str(PLUGINS / kind)
             project.querl("plugin", "pack", source, "--sign", "old.pem")

@@ -1,4 +1,4 @@
-"""Finished results: refused commands, damaged files, models that are not what they say, kills and interrupts."""
+"""Finished results: refused commands, damaged files, wrong models, kills and interrupts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def setting(text: str):
     return lambda _project: ["--set", text]
 
 
-# What is wrong, and the commands that must refuse it with exit code 2 and change nothing.
+# An error, and the commands that must refuse it with exit code 2 without changing a file.
 REFUSED = [
     ("responses longer than the model", setting("rl.max_new_tokens=100000"), ["run", "rl", "eval"]),
     ("rows longer than sft.max_length", setting("sft.max_length=4"), ["run", "sft"]),
@@ -68,7 +68,7 @@ def refused_commands(tally) -> None:
                 tally.attack(f"{command}: {name}", problem or (f"changed {changed | gone}" if changed | gone else None))
 
 
-# A file of a finished run, a command that reads it.
+# A file of a finished run, and a command that reads it.
 READ = [
     ("data/rewrites.jsonl", ["validate", "querl.toml", "--from", "validate"]),
     ("data/validated.jsonl", ["convert", "querl.toml", "--from", "convert"]),
@@ -80,7 +80,7 @@ READ = [
     ("rl/best/adapter_model.safetensors", ["eval", "querl.toml", "--from", "eval"]),
     ("eval/records.jsonl", ["report", "run"]),
 ]
-# Files whose change is reported in the table, which has no need of them.
+# Files that the command does not need, so that a change is reported in the table.
 REPORTED = ["data/rewrites.jsonl", "data/validated.jsonl", "metrics.jsonl", "episodes.jsonl"]
 
 
@@ -106,7 +106,7 @@ def damaged_files(tally) -> None:
             content = path.read_bytes()
             for damage, damaged in DAMAGES.items():
                 damaged(path)
-                # The metrics of the damaged line cannot be read at all, which is an error with its line.
+                # The metrics of the damaged line cannot be parsed: an error with the line number.
                 unreadable = name == "metrics.jsonl" and damage in ("cut", "a flipped bit")
                 end = project.querl(*args)
                 said = path.name if code == 2 else name.split("/")[-1]
@@ -117,7 +117,7 @@ def damaged_files(tally) -> None:
                 path.write_bytes(content)
 
 
-# A file of a model, and the damages that make it another file than it was.
+# A file of a model, and damages that change its content.
 MODEL_FILES = {
     "config.json": ["missing", "cut", "empty"],
     "tokenizer.json": ["missing", "cut", "empty"],
@@ -129,7 +129,7 @@ MODEL_FILES = {
 
 
 def damaged_models(tally) -> None:
-    """Each is named with a remedy, and no deployment is made of it."""
+    """Each is reported with a remedy, and cannot be deployed."""
     with Project(finished="convert") as project:
         folder = project.copy_model("model")
         local = ["--set", 'model.path="model"']
@@ -155,7 +155,7 @@ def without_last_line(path: Path) -> None:
 
 
 def lost_lines(tally) -> None:
-    """Logs and splits that are well formed, and not whole: whatever reads them says so."""
+    """Logs and splits that can be parsed but have lost lines: every command that reads them reports it."""
     reward = str(PLUGINS / "reward-competition")
     with Project(finished="eval") as project:
         for name, args, code in (
@@ -236,7 +236,7 @@ TRAINED = ["sft", "rl"]
 
 
 def trained(project: Project) -> dict[str, str]:
-    """Digests of everything that training leaves but logs with times."""
+    """Digests of all files of a training, except for logs with times."""
     files: dict[str, str] = {}
     for folder in TRAINED:
         files |= {name: found for name, found in project.snapshot(f"run/{folder}").items() if "tensorboard" not in name}
@@ -250,7 +250,7 @@ def difference(project: Project, expected: dict[str, str]) -> str | None:
 
 
 def kills(tally) -> None:
-    """kill -9 at random moments of a fine-tuning with the default of save_steps."""
+    """kill -9 at random times of a fine-tuning with the default of save_steps."""
     sets = ["--set", "sft.max_steps=60", "--set", "sft.epochs=60", "--set", "sft.save_interval_s=1", "--set", "rl.max_steps=4"]
     args = ["run", "querl.toml", "--to", "rl", *sets]
     with Project(finished="convert") as whole, Project(finished="convert") as project:
@@ -269,13 +269,13 @@ def kills(tally) -> None:
 
 
 def interrupted_rollouts(tally) -> None:
-    """Ctrl-C again and again within the rollouts of one step, which take far longer than the pause between two interrupts."""
+    """Repeated Ctrl-C within the rollouts of one step, which take far longer than the pause between two interrupts."""
     sets = ["rl.batch_size=8", "rl.n_samples=8", "rl.max_new_tokens=300", "rl.min_new_tokens=300", "rl.eval_steps=100"]
     args = ["rl", "querl.toml", *(word for text in sets for word in ("--set", text))]
     with Project(finished="sft") as whole, Project(finished="sft") as project:
         end = whole.querl(*args, limit_s=1200)
         assert end.code == 0, end
-        n_within, pause_s = 0, min(1.5, max(0.7, end.seconds / 12))  # a fast machine has the rollouts of a step in a few seconds
+        n_within, pause_s = 0, min(1.5, max(0.7, end.seconds / 12))  # on a fast machine the rollouts of a step take a few seconds
         for _ in range(15 * tally.factor):
             end = project.interrupted(*args, after_s=max(1.0, end.seconds / 20) if n_within == 0 else pause_s)
             if end.code == 0:

@@ -1,4 +1,4 @@
-"""Outside services that fail, budgets, and querl's own servers."""
+"""External services that fail, budgets, and querl's servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def with_teacher(url: str, more: str = "") -> Project:
 
 
 def budgets(tally) -> None:
-    """kill -9 again and again spends no more than the budget."""
+    """Repeated kill -9 does not spend more than the budget."""
 
     def slow(body: dict, _index: int) -> tuple[int, bytes]:
         time.sleep(0.1)
@@ -34,7 +34,7 @@ def budgets(tally) -> None:
         for _ in range(12 * tally.factor):
             end = project.interrupted(*args, after_s=numbers.uniform(0.1, 0.8), sent=signal.SIGKILL)
             if end.code is not None and end.code >= 0:
-                # Once the budget is spent, it ends before the kill.
+                # If the budget is spent, the process ends before the kill.
                 tally.attack("kill -9 of paid calls", end.problem(3, "budget"))
         end = project.querl(*args)
         spent = len(service.requests) * COST_OF_A_CALL
@@ -46,7 +46,7 @@ def budgets(tally) -> None:
 
 
 def waiting_scores(tally) -> None:
-    """kill -9 while judgements of rollouts are awaited: what was paid for is not paid again, and the end is that of a run never killed."""
+    """kill -9 during judge requests: paid judgements are not requested again, and the results equal those of an uninterrupted run."""
 
     def judge(body: dict, _index: int) -> tuple[int, bytes]:
         time.sleep(0.3)
@@ -73,7 +73,7 @@ def waiting_scores(tally) -> None:
         never_killed = whole.querl(*args)
         tally.attack("the end after kills in waiting", never_killed.problem(0) or results.difference(project, results.trained(whole)))
         n_twice = len(asked) - len(set(asked))
-        # A call that was under way at a kill may be sent again.
+        # A call in progress at a kill may be sent again.
         problem = None if n_twice <= n_killed else f"{n_twice} calls were paid twice with {n_killed} kills"
         problem = problem if asked and n_killed else "no judgement was awaited at a kill"
         tally.attack(f"{len(asked)} judgements, {n_killed} kills", end.problem(0) or problem)
@@ -83,7 +83,7 @@ def answer(content: object, **more: object) -> bytes:
     return json.dumps({"choices": [{"message": {"content": content}, "finish_reason": "stop"}], **more}).encode()
 
 
-# Bad answers that a second attempt repairs.
+# Invalid responses after which a retry succeeds.
 PASSING = {
     "null content": (200, answer(None)),
     "no choices": (200, b'{"choices": []}'),

@@ -1,4 +1,4 @@
-"""The terminal, signals, limits of the shell, folders that cannot be written, arguments."""
+"""The terminal, signals, limits of the shell, read-only folders, arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from project import MODEL, PLUGINS, QUERL, Project
 LONG_SFT = ["run", "querl.toml", "--to", "sft", "--set", "sft.max_steps=100000", "--set", "sft.epochs=100000"]
 
 
-# What is done to the outputs of a short run, as the end of a shell command.
+# Redirections of a short run's output, as the end of a shell command.
 LOST_OUTPUTS = {
     "a reader of stderr that leaves": "2>&1 >/dev/null | head -1 >/dev/null",
     "a reader of stdout that leaves": "--json | head -c 1 >/dev/null",
@@ -34,13 +34,13 @@ def lost_outputs(tally) -> None:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             ).returncode
-            # The closed pipe of stdout is an error, after all work.
+            # A closed pipe of stdout is an error, but only at the end of the run.
             allowed = (0, 1) if "stdout" in name else (0,)
             done = project.path("run/sft/best").is_dir()
             tally.attack(name, None if status in allowed and done else f"exit code {status}, sft finished: {done}")
 
 
-# An ulimit, a command, the exit code, what is said.
+# ulimit, command, exit code, message.
 LIMITS = [
     ("ulimit -v 8388608", ["run", "querl.toml", "--to", "convert"], 0, ""),
     ("ulimit -v 8388608", ["doctor"], 0, "without its pool"),
@@ -76,7 +76,7 @@ def limits(tally) -> None:
 
 
 def too_little_memory(tally) -> None:
-    """Weights that cannot be mapped are not called damaged. The file is sparse, and takes no disk."""
+    """Weights that cannot be mapped into memory are not reported as damaged. The file is sparse and takes no disk space."""
     with Project() as project:
         weights = project.copy_model("model") / "model.safetensors"
         os.truncate(weights, 64 << 30)
@@ -107,7 +107,7 @@ SLOW_TEMPLATE = "{% for i in range(20000) %}{% endfor %}"
 
 
 def one_interrupt(tally) -> None:
-    """What has nothing to save ends at the first signal."""
+    """Commands without state to save end at the first signal."""
     with Project(finished="eval") as project:
         resolved = project.path("run/config.resolved.toml")
         resolved.write_text(resolved.read_text().replace("bootstrap = 50\n", "bootstrap = 1000000\n"))
@@ -129,7 +129,7 @@ def one_interrupt(tally) -> None:
             ("a training", LONG_SFT, 4.0),
         ):
             for sent in (signal.SIGINT, signal.SIGTERM):
-                for part in (1, 2, 4):  # a fast machine may end before the signal
+                for part in (1, 2, 4):  # on a fast machine the command may end before the signal
                     end = project.interrupted(*args, after_s=after_s / part, sent=sent)
                     if end.code != 0:
                         break
@@ -187,7 +187,7 @@ def folders(tally) -> None:
 
 
 def read_only_folders(tally) -> None:
-    """A user who may read a run, and not write to it."""
+    """A user with read-only access to a run."""
     if os.geteuid() != 0:
         tally.skip("a read-only folder", "another user can be taken by root alone")
         return
@@ -205,7 +205,7 @@ def read_only_folders(tally) -> None:
 
 
 def synced_folders(tally) -> None:
-    """The folder of each file that was renamed into place is synced after it."""
+    """The folder of each file that was renamed into place is synced afterwards."""
     if not shutil.which("strace"):
         tally.skip("folders that are synced", "strace is not installed")
         return
@@ -219,7 +219,7 @@ def synced_folders(tally) -> None:
         for call in calls:
             if found := re.search(r"rename\w*\(.*\"([^\"]+)\"", call):
                 target = project.folder / found[1]
-                # Files of the run alone: a folder that is moved can be moved again.
+                # Files of the run only: moving a folder can be repeated.
                 if target.is_file() and project.path("run") in target.parents:
                     pending.setdefault(str(target.parent.resolve()), set()).add(target.name)
                     n_renamed += 1

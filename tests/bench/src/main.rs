@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-// The program's allocator.
+// The same allocator as in querl.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -103,10 +103,10 @@ fn dtype(text: &str) -> Result<BaseDtype, String> {
 }
 
 fn main() -> ExitCode {
-    // candle's own pool of threads would spin where querl's kernels' threads work.
+    // candle's thread pool would spin on the cores that querl's kernels use.
     // SAFETY: this is the program's first statement; there is no other thread that could read the environment meanwhile.
     unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
-    // `mi_option_purge_delay`: freed memory is kept, as in querl itself.
+    // `mi_option_purge_delay`: freed memory is kept, as in querl.
     // SAFETY: it sets a number that the allocator reads; any number is allowed.
     unsafe { libmimalloc_sys::mi_option_set(15, -1) };
     let args = Args::parse();
@@ -119,7 +119,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Exit codes: 0 done, 1 nothing was measured, 130 stopped (what was measured is printed).
+/// Exit codes: 0 finished, 1 nothing was measured, 130 stopped (completed measurements are printed).
 ///
 /// # Errors
 /// Wrong arguments, or the device cannot be used.
@@ -237,19 +237,19 @@ fn settings(args: &Args) -> (SftConfig, RlConfig, Lengths) {
     (sft, rl, Lengths { shared: args.shared_tokens, own_least, own_most, answer: args.answer_tokens })
 }
 
-/// Tokens of a micro-batch, most first: above the first a matrix product is no faster.
+/// Tokens of a micro-batch, largest first: above the first value matrix products do not become faster.
 const TOKENS_PER_PASS: [usize; 4] = [16_384, 8192, 4096, 2048];
 
-/// Share of a GPU's free memory that a plan may take; the plan does not count everything.
+/// Share of a GPU's free memory that a plan may use; the rest is for memory that the plan does not count.
 const SHARE_OF_FREE: f64 = 0.97;
 
-/// Sets what the arguments leave open: on a GPU the largest micro-batches that fit by the memory plan, with gradient checkpointing
-/// only if nothing else fits; on the CPU 8192 tokens.
+/// Chooses the settings that the arguments leave open. On a GPU: the largest micro-batches that fit by the memory plan, with gradient
+/// checkpointing only if nothing else fits. On the CPU: 8192 tokens.
 ///
 /// # Errors
-/// Base and adapters alone do not fit.
+/// The base and the adapters alone do not fit.
 fn fit_micro_batches(bench: &mut Bench<'_>, args: &Args, benchmarks: &[Benchmark]) -> Result<()> {
-    // Free memory without the base, which is there already and part of the plan.
+    // Free memory plus the base model, which is already loaded and part of the plan.
     let Some(free) = free_bytes(bench.place)? else { return Ok(()) };
     let shapes = bench.decoder.config().clone();
     let longest_prompt = bench.lengths.longest_prompt();
@@ -276,7 +276,7 @@ fn fit_micro_batches(bench: &mut Bench<'_>, args: &Args, benchmarks: &[Benchmark
             }
         }
     }
-    // The plan is an upper bound: what certainly does not fit is rejected, the rest is tried.
+    // The plan is an upper bound. Only settings that certainly do not fit are rejected; the others are tried.
     let certain = stages.iter().map(|stage| plan(&shapes, &bench.model, (*stage).clone(), bench.sizes).certain()).max();
     match certain {
         Some(certain) if certain > free + base => {

@@ -1,4 +1,4 @@
-//! Runs the benchmarks on a model of random weights: the calls of the stages themselves, not copies of them.
+//! Runs the benchmarks on a model with random weights. They call the code of the stages.
 
 use crate::report::{BenchReport, Benchmark, Ceilings, KernelTime, Lengths, LoadResult, MemoryUse, Spread};
 use crate::{rollout, training};
@@ -24,7 +24,7 @@ pub(crate) struct Bench<'a> {
     pub(crate) sft: SftConfig,
     pub(crate) rl: RlConfig,
     pub(crate) lengths: Lengths,
-    /// Measured repetitions; one of warm-up comes before them.
+    /// Number of measured repetitions, which follow one warm-up.
     pub(crate) repeats: usize,
     pub(crate) sequences: &'a [usize],
     pub(crate) seed: u64,
@@ -33,8 +33,8 @@ pub(crate) struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// Runs a benchmark and adds its result. One that fails, out of memory above all, is skipped with the reason; after a stop the
-    /// rest are.
+    /// Runs a benchmark and adds its result. If it fails, usually out of memory, it is skipped with the reason. After a stop, all following
+    /// benchmarks are skipped.
     pub(crate) fn run(&self, benchmark: Benchmark, report: &mut BenchReport) {
         let done = match self.is_stopped() {
             true => Err(anyhow!("stopped before it began")),
@@ -69,7 +69,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Writes a checkpoint in bf16 and loads it, each time as a second model next to the measured one.
+    /// Writes a checkpoint in bf16 and loads it repeatedly, each time as a second model in addition to the measured one.
     fn load(&self) -> Result<LoadResult> {
         let folder = self.folder.join("checkpoint");
         let settings = ExportSettings { dtype: Some(DType::BF16), max_shard_bytes: ExportSettings::SHARD_BYTES };
@@ -83,7 +83,7 @@ impl Bench<'_> {
         Ok(LoadResult { file_bytes: written.n_bytes, seconds, bytes_per_s: seconds.rate(written.n_bytes as f64) })
     }
 
-    /// Runs `work` once as warm-up and `n` times more; seconds of each.
+    /// Runs `work` once as warm-up and `n` more times; returns the seconds of each.
     pub(crate) fn times(&self, n: usize, mut work: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
         let mut seconds = Vec::with_capacity(n);
         for index in 0..=n {
@@ -97,7 +97,7 @@ impl Bench<'_> {
         Ok(seconds)
     }
 
-    /// Runs `work` once more and returns the GPU time of each kernel; on the CPU does nothing.
+    /// Runs `work` once more and returns the GPU time of each kernel. Does nothing on the CPU.
     pub(crate) fn kernel_times(&self, work: impl FnOnce() -> Result<()>) -> Result<Vec<KernelTime>> {
         match self.place {
             ComputeDevice::Cpu => {
@@ -124,7 +124,7 @@ impl Bench<'_> {
 
     pub(crate) fn reset_peak_memory(&self) -> Result<()> {
         match self.place {
-            // Writing 5 resets a process's peak (proc_pid_clear_refs(5)). Where that is not allowed it stays.
+            // Writing 5 resets the peak of the process (proc_pid_clear_refs(5)). If that is not permitted, the earlier peak remains.
             ComputeDevice::Cpu => drop(std::fs::write("/proc/self/clear_refs", "5")),
             ComputeDevice::Accelerator(accelerator) => accelerator.reset_peak_memory()?,
         }
@@ -171,7 +171,7 @@ pub(crate) fn no_values() -> anyhow::Error {
     anyhow!("a measurement has no values; internal error, please report it")
 }
 
-/// `auto` is a GPU where this build has CUDA, else the CPU. Returns the device and the names it has in settings and in reports.
+/// Opens the device; `auto` is a GPU if this build has CUDA, otherwise the CPU. Returns it with its names in settings and in reports.
 ///
 /// # Errors
 /// The name is unknown, or this build has no such device.
@@ -214,7 +214,7 @@ fn resident_peak() -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kibibytes| kibibytes << 10)
 }
 
-/// A tokenizer of a few tokens: it has end-of-sequence, and no text for most tokens.
+/// A tokenizer with few tokens: it has end-of-sequence, and most tokens have no text.
 pub(crate) fn tokenizer(folder: &Path) -> Result<TextTokenizer> {
     let shape = small_model::Shape {
         hidden_size: 16,
@@ -229,7 +229,7 @@ pub(crate) fn tokenizer(folder: &Path) -> Result<TextTokenizer> {
     Ok(TextTokenizer::load(folder)?)
 }
 
-/// Metrics with the seconds since those before.
+/// A metric sink that records the seconds since the previous record.
 pub(crate) struct StepTimes(pub(crate) Vec<(f64, Metrics)>, Instant);
 
 impl StepTimes {

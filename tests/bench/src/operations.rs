@@ -1,4 +1,4 @@
-//! FLOP of a fine-tuning step, and bytes of a decode step.
+//! FLOP of a fine-tuning step, and bytes read by a decode step.
 
 use querl_core::config::{BaseDtype, SftConfig};
 use querl_model::{DecoderConfig, PackedBatch};
@@ -8,15 +8,15 @@ use querl_train::{Example, micro_batches};
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct StepWork {
     pub(crate) passes: usize,
-    /// Tokens through the decoder.
+    /// Tokens computed by the decoder.
     pub(crate) rows: usize,
     pub(crate) pairs: u64,
-    /// Tokens with a log-probability.
+    /// Tokens whose log-probability is computed.
     pub(crate) answers: usize,
 }
 
 impl StepWork {
-    /// Of some examples, in micro-batches of at most `tokens_per_pass` tokens.
+    /// Counts the tokens of some examples in micro-batches of at most `tokens_per_pass` tokens.
     pub(crate) fn of(examples: &[&Example], tokens_per_pass: usize) -> Self {
         let mut computed = Self::default();
         for pass in micro_batches(examples, tokens_per_pass) {
@@ -30,8 +30,8 @@ impl StepWork {
         computed
     }
 
-    /// FLOP of forward and backward pass. Frozen weights have two products (outputs, gradients of inputs), adapters three, the head
-    /// two per response token, attention two forward and four backward.
+    /// FLOP of forward and backward pass, in matrix products: frozen weights have two (outputs, gradients of inputs), adapters three, the head
+    /// two per response token, attention two in the forward and four in the backward pass.
     pub(crate) fn operations(&self, shapes: &DecoderConfig, lora: &SftConfig) -> f64 {
         let of_layer: usize = linears(shapes).iter().map(|(_, n_in, n_out)| n_in * n_out).sum();
         let of_adapter: usize = linears(shapes).iter().map(|(_, n_in, n_out)| lora.lora_rank * (n_in + n_out)).sum();
@@ -60,7 +60,7 @@ mod tests {
     fn common_prefixes_count_once_and_flop_follow_the_formula() {
         let example = |last| Example { prompt: vec![5, 6, last], response: vec![7, 2] };
         let (a, b) = (example(8), example(9));
-        // 5 and 6 once, then 8 7 and 9 7; the last token of a response predicts nothing.
+        // 5 and 6 once, then 8 7 and 9 7. No log-probability is computed from the last token of a response.
         let together = StepWork::of(&[&a, &b], 100);
         assert_eq!(together, StepWork { passes: 1, rows: 6, pairs: 1 + 2 + 2 * (3 + 4), answers: 4 });
         let apart = StepWork::of(&[&a, &b], 4);
@@ -70,7 +70,7 @@ mod tests {
         else {
             panic!("no tiny shape")
         };
-        // Width 128, feed-forward 256, two heads of 64 and one of keys, two layers, 2048 tokens.
+        // Width 128, feed-forward 256, two query heads of 64 and one KV head, two layers, 2048 tokens.
         let layer = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256;
         let adapter = 4 * (2 * 256 + 2 * 192 + 3 * 384);
         let expected = 6 * 2 * (4 * layer + 6 * adapter) + 4 * 4 * 2048 * 128 + 17 * 12 * 64 * 2 * 2;

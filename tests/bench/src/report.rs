@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub(crate) enum Benchmark {
-    /// Loading a checkpoint, which is written first.
+    /// Loading a checkpoint, which the benchmark writes first.
     Load,
     /// Fine-tuning steps.
     Sft,
@@ -27,14 +27,14 @@ impl Benchmark {
     }
 }
 
-/// Lengths in tokens. Rows are random tokens that depend on the seed alone; all prompts share a prefix.
+/// Lengths in tokens. Rows are random tokens that depend only on the seed; all prompts share a prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Lengths {
-    /// Common prefix of all prompts. May be 0.
+    /// Length of the common prefix of all prompts. May be 0.
     pub(crate) shared: usize,
-    /// Fewest tokens after the prefix: at least 1.
+    /// Minimum number of prompt tokens after the prefix: at least 1.
     pub(crate) own_least: usize,
-    /// Most; uniformly distributed.
+    /// Maximum number; lengths are uniformly distributed.
     pub(crate) own_most: usize,
     /// Response tokens in fine-tuning: at least 1.
     pub(crate) answer: usize,
@@ -64,29 +64,29 @@ impl Spread {
         Some(Self { median, least, most, n })
     }
 
-    /// `amount` divided by every value: seconds become a rate.
+    /// `amount` divided by every value, which converts seconds to a rate.
     #[must_use]
     pub(crate) fn rate(self, amount: f64) -> Self {
         Self { median: amount / self.median, least: amount / self.most, most: amount / self.least, n: self.n }
     }
 }
 
-/// All results. Times are wall-clock seconds, until the device is synchronised.
+/// All results. Times are in wall-clock seconds and include the synchronisation of the device.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct BenchReport {
     pub(crate) shape: String,
     pub(crate) device: String,
     pub(crate) dtype: String,
     pub(crate) parameters: u64,
-    /// Bytes of the base by the memory plan.
+    /// Size of the base model in bytes, by the memory plan.
     pub(crate) base_bytes: u64,
-    /// Initialising the weights.
+    /// Seconds for initialising the weights.
     pub(crate) made_s: f64,
-    /// Measured peak rates; `None` where no benchmark needed them.
+    /// Measured peak rates; `None` if no benchmark needed them.
     pub(crate) ceilings: Option<Ceilings>,
     pub(crate) load: Option<LoadResult>,
     pub(crate) sft: Option<SftResult>,
-    /// [`Benchmark::Rollout`], one for each number of sequences.
+    /// Results of [`Benchmark::Rollout`], one for each number of sequences.
     pub(crate) rollouts: Vec<RolloutResult>,
     pub(crate) ppo: Option<PpoResult>,
     /// Benchmarks that failed or were skipped, with the reason.
@@ -95,19 +95,19 @@ pub(crate) struct BenchReport {
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Ceilings {
-    /// FLOP/s of a square matrix product: on a GPU bf16 by cuBLAS, on the CPU f32 by querl's kernels.
+    /// FLOP/s of a square matrix product: on a GPU in bf16 by cuBLAS, on the CPU in f32 by querl's kernels.
     pub(crate) matrix: Spread,
     pub(crate) matrix_size: usize,
-    /// Bytes per second, read plus written, of a copy on the device.
+    /// Bytes read plus bytes written per second in a copy on the device.
     pub(crate) copy: Spread,
     pub(crate) copied_bytes: u64,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct LoadResult {
-    /// Bytes of its files, which are in the page cache.
+    /// Size of the files, which are in the page cache.
     pub(crate) file_bytes: u64,
-    /// Until the model is ready.
+    /// Seconds until the model is ready.
     pub(crate) seconds: Spread,
     pub(crate) bytes_per_s: Spread,
 }
@@ -115,17 +115,17 @@ pub(crate) struct LoadResult {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct MemoryUse {
     pub(crate) planned_bytes: u64,
-    /// Peak: of tensors on a GPU, of the process on the CPU.
+    /// Peak memory: of tensors on a GPU, of the process on the CPU.
     pub(crate) peak_bytes: Option<u64>,
-    /// On a GPU: memory in use that is not tensors, for which the plan has a reserve.
+    /// On a GPU: used memory that is not tensors, for which the plan has a reserve.
     #[serde(rename = "beside_bytes")]
     pub(crate) non_tensor_bytes: Option<u64>,
 }
 
-/// GPU time of all launches of a kernel.
+/// GPU time of all launches of one kernel.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct KernelTime {
-    /// Its name, or `product` for cuBLAS.
+    /// Name of the kernel, or `product` for cuBLAS.
     pub(crate) name: String,
     pub(crate) calls: u64,
     pub(crate) seconds: f64,
@@ -135,25 +135,25 @@ pub(crate) struct KernelTime {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct SftResult {
     pub(crate) rows: usize,
-    /// Their tokens, prompts and responses.
+    /// Prompt and response tokens per step.
     pub(crate) tokens: usize,
-    /// Tokens through the decoder, common prefixes counted once.
+    /// Tokens computed by the decoder; common prefixes count once.
     pub(crate) computed_tokens: usize,
-    /// Most of them in one micro-batch.
+    /// Largest number of such tokens in one micro-batch.
     pub(crate) tokens_per_pass: usize,
     pub(crate) passes: usize,
     pub(crate) gradient_checkpointing: bool,
     pub(crate) lora_rank: usize,
     pub(crate) step_s: Spread,
     pub(crate) tokens_per_s: Spread,
-    /// Tokens through the decoder.
+    /// Tokens computed by the decoder per second.
     pub(crate) computed_tokens_per_s: Spread,
     /// FLOP of a step, without recomputation.
     pub(crate) operations: f64,
-    /// FLOP/s as a share of the measured matrix product rate.
+    /// FLOP/s divided by the measured rate of matrix products.
     pub(crate) share_of_matrix_rate: f64,
     pub(crate) memory: MemoryUse,
-    /// GPU time of one more step by kernel, descending.
+    /// GPU time of one more step by kernel, in descending order.
     pub(crate) kernels: Vec<KernelTime>,
 }
 
@@ -162,15 +162,15 @@ pub(crate) struct RolloutResult {
     pub(crate) sequences: usize,
     pub(crate) prompts: usize,
     pub(crate) max_new_tokens: usize,
-    /// Prefill and decode.
+    /// Seconds for prefill and decoding.
     pub(crate) seconds: Spread,
-    /// Response tokens over that time.
+    /// Response tokens per second of that time.
     pub(crate) tokens_per_s: Spread,
-    /// Without prefill, which is measured separately; `None` where that dominates.
+    /// Response tokens per second without prefill, which is measured separately; `None` if prefill dominates.
     pub(crate) decode_tokens_per_s: Option<Spread>,
-    /// Least bytes that a decode step reads: weights once, each distinct key and value once.
+    /// Minimum number of bytes that a decode step reads: each weight, key and value once.
     pub(crate) step_bytes: u64,
-    /// Those bytes per step time as a share of the measured bandwidth.
+    /// These bytes per time of a step, divided by the measured bandwidth.
     pub(crate) share_of_bandwidth: Option<f64>,
     pub(crate) cache_bytes: u64,
     /// GPU time of one more rollout by kernel; launches within CUDA graphs are not traced.
@@ -187,15 +187,15 @@ pub(crate) struct PpoResult {
     pub(crate) max_new_tokens: usize,
     pub(crate) scorer: String,
     pub(crate) iteration_s: Spread,
-    /// Its phases, by the names of the `timing_s/` metrics.
+    /// Seconds by phase, with the names of the `timing_s/` metrics.
     pub(crate) parts_s: BTreeMap<String, Spread>,
-    /// Most tokens in one micro-batch.
+    /// Largest number of tokens in one micro-batch.
     pub(crate) tokens_per_pass: usize,
     pub(crate) gradient_checkpointing: bool,
     pub(crate) memory: MemoryUse,
 }
 
-/// Text for people: a name and a value per line.
+/// The report as text: a name and a value per line.
 pub(crate) fn lines(measured: &BenchReport) -> Vec<(String, String)> {
     let BenchReport { shape, device, dtype, parameters, base_bytes, made_s, .. } = measured;
     let line = |name: &str, value: String| (name.to_owned(), value);

@@ -17,12 +17,12 @@ struct Rollouts<'a> {
     prompts: Vec<Vec<u32>>,
     n_samples: usize,
     version: u64,
-    /// Response tokens of each call: another version has another seed.
+    /// Response tokens of each call; they differ because each version has another seed.
     n_tokens: Vec<usize>,
 }
 
 impl Rollouts<'_> {
-    /// Generates with a new version, so that nothing is cached.
+    /// Generates with a new version of the policy, so that nothing is cached.
     fn generate(&mut self, sampling: &SamplingSettings) -> Result<()> {
         self.version += 1;
         let (version, n) = (self.version, self.n_samples);
@@ -34,14 +34,14 @@ impl Rollouts<'_> {
         Ok(())
     }
 
-    /// Distinct cached tokens once all responses have `n_new` tokens.
+    /// Number of distinct cached tokens once all responses have `n_new` tokens.
     fn different_tokens(&self, shared: usize, n_new: usize) -> usize {
         let own: usize = self.prompts.iter().map(|prompt| prompt.len() - shared).sum();
         shared + own + self.prompts.len() * self.n_samples * n_new
     }
 }
 
-/// `n_sequences` responses, `rl.n_samples` to each prompt.
+/// Generates `n_sequences` responses, `rl.n_samples` per prompt.
 pub(crate) fn measure(bench: &Bench<'_>, n_sequences: usize, ceilings: &Ceilings) -> Result<RolloutResult> {
     let n_samples = bench.rl.n_samples.clamp(1, n_sequences.max(1));
     let n_prompts = (n_sequences / n_samples).max(1);
@@ -62,10 +62,10 @@ pub(crate) fn measure(bench: &Bench<'_>, n_sequences: usize, ceilings: &Ceilings
     let whole_s = bench.times(bench.repeats, || rollouts.generate(&whole))?;
     let n_tokens = rollouts.n_tokens.split_off(1); // warm-up
     let (first_s, seconds) = (Spread::of(&first_s).ok_or_else(no_values)?, Spread::of(&whole_s).ok_or_else(no_values)?);
-    // Responses may end earlier; the longest decides the number of decode steps.
+    // Responses may end earlier; the longest one determines the number of decode steps.
     let (n_answers, n_steps) = (n_prompts * n_samples, whole.max_new_tokens.saturating_sub(1).max(1));
     let kernels = bench.kernel_times(|| rollouts.generate(&whole))?;
-    // Where prefill dominates, its noise may exceed the decode time.
+    // If prefill dominates, its noise may exceed the decode time.
     let decode_s: Vec<f64> = whole_s.iter().map(|seconds| seconds - first_s.median).collect();
     let has_decoded = decode_s.iter().all(|seconds| *seconds > 0.0);
     let decode_s = if has_decoded { decode_s } else { Vec::new() };

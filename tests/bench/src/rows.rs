@@ -4,7 +4,7 @@ use crate::report::Lengths;
 use querl_model::{SPLIT_MIX_STEP, split_mix};
 use querl_train::Example;
 
-/// Tokens below are special in the benchmark's tokenizer.
+/// Tokens below this id are special tokens of the benchmark's tokenizer.
 const FIRST_TOKEN: u64 = 3;
 
 const END: u32 = 2;
@@ -26,7 +26,7 @@ impl Random {
     }
 }
 
-/// Prompts with responses. A row depends on its number and the seed alone.
+/// Prompts with responses. A row depends only on its number and the seed.
 pub(crate) fn examples(n: usize, lengths: &Lengths, vocab_size: usize, seed: u64) -> Vec<Example> {
     let mut random = Random(seed);
     let shared: Vec<u32> = (0..lengths.shared).map(|_| random.token(vocab_size)).collect();

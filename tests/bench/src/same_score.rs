@@ -1,4 +1,4 @@
-//! The same score for every response, at once.
+//! An environment that gives every response the same score, without computation.
 
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
 use querl_core::records::{Candidate, Episode, EpisodeRecord, FinishReason, Reward};

@@ -1,4 +1,4 @@
-//! Fine-tuning steps and PPO iterations, by the trainers themselves.
+//! Fine-tuning steps and PPO iterations, run by the trainers of querl.
 
 use crate::measure::{Bench, StepTimes, no_values, tokenizer};
 use crate::operations::StepWork;
@@ -16,12 +16,12 @@ use querl_train::sft::{self, SftTask};
 use querl_train::{Example, Policy};
 use std::collections::BTreeMap;
 
-/// Every step takes all rows, so that steps differ in their order alone.
+/// Every step uses all rows, so that steps differ only in the order of rows.
 pub(crate) fn sft(bench: &Bench<'_>, ceilings: &Ceilings) -> Result<SftResult> {
     let n_rows = bench.sft.batch_size * bench.sft.gradient_accumulation_steps;
     let train = rows::examples(n_rows, &bench.lengths, bench.decoder.config().vocab_size, bench.seed);
     let longest_row = train.iter().map(Example::len).max().unwrap_or_default();
-    // One step of warm-up; nothing is evaluated or saved in between.
+    // One step of warm-up, without evaluation or checkpoint.
     let config = SftConfig {
         epochs: bench.repeats + 1,
         max_steps: bench.repeats + 1,
@@ -76,10 +76,10 @@ pub(crate) fn sft(bench: &Bench<'_>, ceilings: &Ceilings) -> Result<SftResult> {
     })
 }
 
-/// What scores; retrieval and judge are other programs, whose time is not the device's.
+/// The environment. Retrieval and judge are external programs, whose time is not measured.
 const SCORER: &str = "a stand-in: every response gets the same score at once";
 
-/// Whole iterations, each on a batch of its own.
+/// Complete iterations, each with a new batch.
 pub(crate) fn ppo(bench: &Bench<'_>) -> Result<PpoResult> {
     let config = RlConfig {
         max_steps: bench.repeats + 1,

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""The same work in transformers and PEFT, on the same device: compare.py --shape 7b --device cuda:0 --out FILE [options].
+"""The same work as querl-bench in transformers and PEFT on the same device: compare.py --shape 7b --device cuda:0 --out FILE [options].
 
-A Qwen2 of random weights is made on the device in bf16 (no file is read), with LoRA adapters on all linear layers in f32 under autocast, as
-transformers' Trainer has them. Measured are
+A Qwen2 with random weights in bf16 is created on the device (no file is read), with f32 LoRA adapters on all linear layers and autocast, as in
+transformers' Trainer. Measured are
 
-  sft       forward, backward, clipping and fused AdamW on rows of the lengths that `querl-bench` takes; logits of the answers
-            alone; several micro-batches; the best one counts; checkpointing where nothing else fits
-  generate  answers by `generate` with its cache, `num_return_sequences` for each prompt, adapters merged
-  ppo       an iteration of PPO after TRL's trainer, by hand: answers, log-probabilities of policy and reference (the adapter off), values by a
-            second adapter with a head on the same base, epochs of updates of both; scored by a stand-in
+  sft       forward, backward, clipping and fused AdamW on rows of the lengths that `querl-bench` uses; logits of the responses only; the best of
+            several micro-batches; gradient checkpointing only if nothing else fits
+  generate  responses by `generate` with its KV cache, `num_return_sequences` per prompt, adapters merged
+  ppo       a PPO iteration as in TRL's trainer: responses, log-probabilities of policy and reference (adapter disabled), values by a second
+            adapter with a value head on the same base, epochs of updates of both; a constant score
 
-What was measured so far is in FILE whenever it ends. Attention is sdpa, or flash attention where `flash_attn` can be imported.
+Completed measurements are in FILE even if the script is stopped. Attention is sdpa, or flash attention if `flash_attn` can be imported.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-SHAPES = {  # hidden, feed-forward, layers, heads, heads of keys and values, vocabulary, tied head
+SHAPES = {  # hidden, feed-forward, layers, heads, KV heads, vocabulary, tied head
     "tiny": (128, 256, 2, 2, 1, 2048, True),
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "7b": (3584, 18944, 28, 28, 4, 152064, False),
@@ -35,7 +35,7 @@ MASK = (1 << 64) - 1
 
 
 class Draw:
-    """The numbers of tests/bench/src/rows.rs (SplitMix64): the rows are the same, token by token."""
+    """The random numbers of tests/bench/src/rows.rs (SplitMix64), so that rows are equal token by token."""
 
     def __init__(self, seed):
         self.state = seed & MASK
@@ -82,7 +82,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def timed(self, work, n):
-        """Seconds of `n` calls behind one that does not count; fewer where time runs out, then that one alone if need be."""
+        """Seconds of `n` calls after one warm-up. If time runs out, fewer calls, or only the warm-up itself."""
         seconds = []
         for index in range(n + 1):
             self.wait()
@@ -159,7 +159,7 @@ def make(bench):
 
 
 def padded(rows, device):
-    """Prompts with answers, padded on the left: what is to be learned stands at the end of every row."""
+    """Prompts with responses, padded on the left, so that every row ends with its response."""
     longest = max(len(prompt) + len(answer) for prompt, answer in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     mask = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -240,7 +240,7 @@ def measure_sft(bench, model):
             if slower:
                 break
         if best:
-            break  # computing layers twice is for what does not fit otherwise
+            break  # gradient checkpointing is only used if nothing fits without it
     checkpointing(model, False)
     if best is None:
         raise RuntimeError("no micro-batch fits the memory")
@@ -279,7 +279,7 @@ def measure_generate(bench, model):
 
 
 class Ppo:
-    """An iteration after TRL's PPOTrainer, with a critic like verl's: an adapter and a head on the same base."""
+    """A PPO iteration as in TRL's PPOTrainer, with a critic as in verl: an adapter and a value head on the same base."""
 
     def __init__(self, bench, model):
         self.bench, self.model = bench, model
@@ -443,7 +443,7 @@ def main():
     for name in args.parts.split(","):
         try:
             {"sft": measure_sft, "generate": measure_generate, "ppo": measure_ppo}[name](bench, model)
-        except Exception as error:  # the other parts are still worth knowing
+        except Exception as error:  # the other parts are measured anyway
             bench.result["left_out"].append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             with contextlib.suppress(Exception):
                 model.zero_grad(set_to_none=True)

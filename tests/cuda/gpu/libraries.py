@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Where CUDA's libraries are: prints the folders for LD_LIBRARY_PATH, one line, of the libraries named on the command line.
+"""Finds CUDA's libraries: prints the folders of the libraries named on the command line as one line for LD_LIBRARY_PATH.
 
-Looked for are, in this order, what the loader finds by itself (nothing is printed for it), the folders of NVIDIA's wheels (PyTorch brings them),
-and /usr/local/cuda*. Ends with 1 and a sentence where one is missing, or is there only for another CUDA.
+Searched in this order: the loader's default path (nothing is printed for libraries found there), the folders of NVIDIA's wheels (dependencies of
+PyTorch), and /usr/local/cuda*. Exits with 1 and a message if a library is missing, or exists only for another CUDA version.
 """
 
 import ctypes

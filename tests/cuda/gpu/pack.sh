@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# pack.sh [--wheels PYTHON] [--small] [OUT]: builds what a machine with a GPU needs and packs it into one archive (default target/cuda/gpu.tar.xz).
+# pack.sh [--wheels PYTHON] [--small] [OUT]: builds the programs for a machine with a GPU and packs them (default target/cuda/gpu.tar.xz).
 #
-# In it: querl, querl-bench, libquerl_cuda.so, the test programs of querl-gpu (with the feature `cuda`) and querl-train, the program that measures kernels, the
-# goldens of the tests, and the scripts. Unpacked there, `gpu/run.sh` runs all of it. Exits with 1 if the archive is larger than 64 MiB.
+# The archive contains querl, querl-bench, libquerl_cuda.so, the test programs of querl-gpu (with the feature `cuda`) and querl-train, the
+# kernel benchmark, the goldens of the tests, and the scripts. After unpacking, `gpu/run.sh` runs everything. Exits with 1 if the archive is
+# larger than 64 MiB.
 #
-# --wheels 3.12 adds wheels of transformers and PEFT with what they need, for that Python; torch must be there. --small compiles for the capability
-# 9.0 alone (QUERL_CUDA_CAPABILITIES names others). QUERL_CUDA_INSTALLED names an installed CUDA to build with, such as /usr/local/cuda-12.8:
-# see host/querl-gpu/toolkit.sh. QUERL_CUDA_TOOLKIT is the toolkit's folder (default target/cuda/toolkit), QUERL_PROGRAM a querl that
-# is built already.
+# --wheels 3.12 adds wheels of transformers, PEFT and their dependencies for that Python; torch must be installed there. --small compiles for
+# compute capability 9.0 only (QUERL_CUDA_CAPABILITIES selects others). QUERL_CUDA_INSTALLED is an installed CUDA to build with, such as
+# /usr/local/cuda-12.8: see host/querl-gpu/toolkit.sh. QUERL_CUDA_TOOLKIT is the toolkit's folder (default target/cuda/toolkit),
+# QUERL_PROGRAM an already built querl.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 python=""; out="$PWD/target/cuda/gpu.tar.xz"; limit=$((64 << 20))
@@ -36,7 +37,7 @@ cp "$target/release/cuda/libquerl_cuda.so" "$gpu/bin/cuda/"
 echo "+ test programs, the kernels' program"
 # shellcheck disable=SC1091
 . "$toolkit/environment"
-programs() { # what cargo built for ARGUMENT..., a name and a path a line
+programs() { # the programs that cargo built for ARGUMENT..., a name and a path per line
     cargo "$@" --message-format=json | python3 -c '
 import json, sys
 for line in sys.stdin:
@@ -60,7 +61,7 @@ readelf -d "$gpu/bin/cuda/libquerl_cuda.so" | sed -nE 's/.*\(NEEDED\).*\[(libcu.
 if [ -n "$python" ]; then
     mkdir "$gpu/wheels"
     platforms=(--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_5_x86_64 --platform manylinux1_x86_64)
-    # --no-deps: torch and its libraries would be 3 GB. These are what compare.py loads, in the versions that it was tried with.
+    # --no-deps, because torch and its libraries are 3 GB. These are the packages that compare.py imports, in tested versions.
     python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version "$python" --implementation cp \
         "${platforms[@]}" -d "$gpu/wheels" transformers==5.17.0 peft==0.21.2 accelerate==1.15.0 tokenizers==0.23.3 safetensors==0.8.0 \
         huggingface_hub==1.33.0 regex==2026.11.15 pyyaml==6.0.3 tqdm==4.70.1 packaging==25.0 psutil==7.2.2 hf-xet==1.8.0 httpx==0.28.1 \
@@ -68,7 +69,7 @@ if [ -n "$python" ]; then
 fi
 
 mkdir -p "$(dirname "$out")"
-# One dictionary for all: the programs hold the same kernels.
+# One compression dictionary for all programs, because they contain the same kernels.
 tar -C "$folder" --sort=name --owner=0 --group=0 -cf - gpu | xz --lzma2=preset=6,dict=128MiB > "$out"
 mib() { awk -v bytes="$1" 'BEGIN { printf "%.1f MiB", bytes / 1048576 }'; }
 echo

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""One table of what run.sh found: report.py FOLDER writes FOLDER/RESULTS.md and FOLDER/results.json and prints the table.
+"""Summarizes the results of run.sh: report.py FOLDER writes FOLDER/RESULTS.md and FOLDER/results.json and prints the table.
 
-Ends with 1 where a part failed or did not end in its time, or where no part ran. Reads what is there: parts that were not reached or failed are named. Ratios are ours over theirs in rates, theirs over ours in times, so that more is better.
+Exits with 1 if a part failed or reached its time limit, or if no part ran. Missing and failed parts are named. Ratios are querl's rate divided by the
+reference's, or the reference's time divided by querl's, so that larger is better.
 """
 
 import json
@@ -47,7 +48,7 @@ def of_parts(parts):
 
 
 def merged(folder, shape):
-    """What `measure` said of a shape, its parts together."""
+    """Merges the results of `measure` for a shape."""
     whole = {"left_out": [], "rollouts": []}
     for path in sorted(folder.glob(f"measure-{shape}-*.json")):
         found = read(path)
@@ -107,7 +108,7 @@ def of_work(results):
 
 
 def of_times(results):
-    """Where our time goes, by kernel, and the parts of an iteration."""
+    """Querl's times by kernel, and the phases of an iteration."""
     lines = []
     for shape, (ours, theirs) in results.items():
         for name in ["sft", "ppo"]:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# run.sh [--out FOLDER] [--seconds N] [--simulated FOLDER] [--only PATTERN]: everything that needs a real GPU.
+# run.sh [--out FOLDER] [--seconds N] [--simulated FOLDER] [--only PATTERN]: all tests and measurements that need a real GPU.
 #
-# Builds nothing: it is in the folder that pack.sh's archive unpacks to. Parts run in order, each with a time limit, all of them within
-# --seconds (default 470); a failed part does not stop the next. Results so far are always in FOLDER (default ./results): a log and a JSON file
-# for each part, and RESULTS.md with results.json at the end, which report.py makes of what is there. --only runs the parts whose names
-# match a pattern (`measure-7b-*`). Ends with 1 where a part failed or did not end in its time.
+# Builds nothing: run it in the folder to which pack.sh's archive is unpacked. Parts run in order, each with a time limit, all together within
+# --seconds (default 470). A failed part does not stop the next. FOLDER (default ./results) always contains the results so far: a log and a JSON
+# file for each part, and at the end RESULTS.md and results.json, which report.py makes of the available results. --only runs the parts whose
+# names match a pattern (`measure-7b-*`). Exits with 1 if a part failed or reached its time limit.
 #
-# Needs a driver, python3 with torch for the comparison (transformers and PEFT too, unless the archive has wheels), and CUDA's libraries, which
-# are looked for in torch's wheels (libraries.py). --simulated runs tiny shapes on the simulated GPU whose libraries are in FOLDER: times mean nothing.
+# Needs a driver, python3 with torch for the comparison (also transformers and PEFT, unless the archive contains wheels), and CUDA's libraries,
+# which are searched in torch's wheels (libraries.py). --simulated runs tiny shapes on the simulated GPU in FOLDER: its times mean nothing.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=results; seconds=470; simulated=""; only="*"
@@ -44,7 +44,7 @@ fi
 # note NAME CODE SECONDS WHY
 note() { printf '{"name": "%s", "code": %s, "seconds": %s, "why": "%s"}\n' "$@" >> "$out/parts.jsonl"; }
 
-# part NAME LIMIT COMMAND...: standard output and error go to NAME.log.
+# part NAME LIMIT COMMAND...: stdout and stderr are written to NAME.log.
 part() {
     local name="$1" limit="$2" left begin code; shift 2
     # shellcheck disable=SC2053
@@ -54,14 +54,14 @@ part() {
     [ "$limit" -lt "$left" ] || limit="$left"
     echo "+ $name (at most $limit s)"
     begin=$SECONDS
-    # A measurement that is asked to stop prints what it has: it has some seconds for that.
+    # On SIGTERM a measurement prints its results so far: it gets some seconds for that.
     timeout -k 6 "$((limit > 20 ? limit - 6 : limit))" "$@" > "$out/$name.log" 2>&1
     code=$?
     note "$name" "$code" "$((SECONDS - begin))" ""
     [ "$code" = 0 ] || { echo "  ended with $code:"; tail -n 3 "$out/$name.log" | sed 's/^/  /'; }
 }
 
-# measure NAME LIMIT SHAPE OPTION...: the result is JSON of its own.
+# measure NAME LIMIT SHAPE OPTION...: the result is a separate JSON file.
 measure() {
     local name="$1" limit="$2" shape="$3"; shift 3
     # shellcheck disable=SC2016
@@ -69,10 +69,10 @@ measure() {
         "$here/bin/querl-bench" "$out/$name.json" --shape "$shape" "$@"
 }
 
-tests() { # NAME LIMIT PROGRAM FILTER: of several filters in one call, one that no test has would not be noticed
+tests() { # NAME LIMIT PROGRAM FILTER: one filter per call, because one of several that matches no test would not be noticed
     local name="$1" limit="$2" program="$3"; shift 3
     part "$name" "$limit" "$here/bin/$program" --test-threads 1 --include-ignored "$@"
-    # Names change: a filter that no test has would pass.
+    # A test may have been renamed: without this check a filter that matches no test would pass.
     if grep -q "^running 0 tests" "$out/$name.log" 2> /dev/null; then note "$name" 1 0 "no test has that name"; fi
 }
 
@@ -109,7 +109,7 @@ else
     measure measure-7b-a 40 qwen2.5-7b --what sft,rollout --repeats 3
     measure measure-7b-b 40 qwen2.5-7b --what ppo --repeats 1
     compare 7b 65 --repeats 1
-    # One epoch of updates instead of four, on both sides: an iteration of 32B with four takes a minute.
+    # One epoch of updates instead of four, on both sides: a 32B iteration with four epochs takes a minute.
     measure measure-32b-a 40 qwen2.5-32b --what sft,rollout --repeats 1 --sequences 1,64
     measure measure-32b-b 45 qwen2.5-32b --what ppo --repeats 1 --ppo-epochs 1
     compare 32b 90 --repeats 1 --sequences 1,64 --micro-batches 8,16 --ppo-epochs 1

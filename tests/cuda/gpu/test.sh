@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test.sh: how run.sh ends, with programs that do nothing in place of the archive's. Needs python3, no GPU and no build.
+# test.sh: tests the exit codes of run.sh, with fake programs instead of the archive's. Needs python3, no GPU and no build.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 folder=$(mktemp -d)
@@ -9,12 +9,12 @@ mkdir -p "$gpu/bin" "$gpu/golden"
 cp "$here"/{run.sh,report.py,libraries.py} "$gpu/"
 touch "$gpu/needs.txt"
 for name in querl querl_cuda decoder; do
-    # The programs say what FAKE_OUTPUT is, and end with FAKE_CODE.
+    # The fake programs print FAKE_OUTPUT and exit with FAKE_CODE.
     printf '#!/bin/sh\necho "$FAKE_OUTPUT"; exit "${FAKE_CODE:-0}"\n' > "$gpu/bin/$name"
     chmod +x "$gpu/bin/$name"
 done
 
-# ends CODE PARTS: run.sh with the parts whose names match ends with CODE.
+# ends CODE PARTS: run.sh --only PARTS must exit with CODE.
 ends() {
     local code=0
     "$gpu/run.sh" --out "$folder/results" --only "$2" > "$folder/output" 2>&1 || code=$?
@@ -28,8 +28,8 @@ ends 1 'no-such-part'
 FAKE_CODE=1 ends 1 doctor
 FAKE_CODE=101 ends 1 'test-decoder'
 grep -q 'failed, or cut off: test-decoder' "$folder/output"
-# A filter that no test has any more.
+# A filter that matches no test.
 FAKE_OUTPUT="running 0 tests" ends 1 'test-answers'
-# Each call has one filter: of several, one that no test has would not be noticed.
+# Each call has one filter: one of several that matches no test would not be noticed.
 if grep -nE '^ +tests [^ ]+ [0-9]+ [^ ]+ [^ ]+ [^ ]+' "$gpu/run.sh"; then echo "a call of tests has several filters"; exit 1; fi
 echo "run.sh ends with 1 where a part failed, and with 0 where none did"

@@ -1,7 +1,7 @@
-// The part of cuBLAS that is called: products of matrices, with f32 sums in ascending order of k and one rounding at the end.
+// The used part of cuBLAS: matrix products with f32 sums in ascending order of k and one rounding at the end.
 //
-// Departures from cuBLAS: the order of the sums is fixed, TF32 is computed as f32. Combinations of types that cuBLAS does not take
-// are refused here too, as are matrices that leave their allocation.
+// Differences from cuBLAS: the order of sums is fixed, and TF32 is computed as f32. As in cuBLAS, unsupported combinations of types are
+// rejected; so are matrices that exceed their allocation.
 #include "libraries.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace {
 
-// cublasStatus_t, cublasOperation_t and cublasComputeType_t, as far as used.
+// The used values of cublasStatus_t, cublasOperation_t and cublasComputeType_t.
 enum Status { success = 0, not_initialized = 1, invalid_value = 7, execution_failed = 13, not_supported = 15 };
 enum Operation { as_is = 0, transposed = 1, conjugated = 2 };
 enum Compute {
@@ -25,8 +25,8 @@ enum Compute {
 
 struct Handle {
     void* stream = nullptr;
-    int pointer_mode = 0; // 0: alpha and beta lie on the host
-    // Of the caller's; none is cuBLAS's own. Not used, but it must be there as long as there are products.
+    int pointer_mode = 0; // 0: alpha and beta are in host memory
+    // The caller's workspace; null is cuBLAS's own. Not used, but it must remain allocated while products are in progress.
     const void* workspace = nullptr;
     size_t workspace_bytes = 0;
 };
@@ -76,7 +76,7 @@ template <class Sum> void store(void* data, int type, size_t at, Sum value) {
     }
 }
 
-// Which types cuBLAS takes (cuBLAS documentation, `cublasGemmEx`, the table of supported types).
+// The combinations of types that cuBLAS supports (documentation of `cublasGemmEx`, table of supported types).
 bool supported(const Product& p) {
     if (p.a.type != p.b.type) return false;
     const int in = p.a.type, out = p.c.type;
@@ -106,7 +106,7 @@ bool lies_on_the_device(const Matrix& matrix, int rows, int columns, int batch, 
     return false;
 }
 
-// What lies in the factors: `op(A)` as columns of m, `op(B)` as columns of k, both without gaps.
+// Converts the factors: `op(A)` to columns of m, `op(B)` to columns of k, both without gaps.
 template <class Sum>
 std::vector<Sum> gathered(const Matrix& matrix, int transpose, int rows, int columns, size_t offset) {
     std::vector<Sum> all(size_t(rows) * columns);
@@ -133,7 +133,7 @@ template <class Sum> void multiply(const Product& p, Sum alpha, Sum beta) {
             }
             for (int row = 0; row < p.m; row++) {
                 const size_t at = size_t(batch) * p.c.stride + size_t(column) * p.c.leading + row;
-                // With a beta of 0 the old value is not read: it may be NaN.
+                // With beta 0 the old value is not read: it may be NaN.
                 const Sum before = beta == Sum(0) ? Sum(0) : beta * loaded<Sum>(c, p.c.type, at);
                 store(c, p.c.type, at, alpha * sums[size_t(row)] + before);
             }
@@ -180,7 +180,7 @@ EXPORTED int cublasDestroy_v2(void* handle) {
     return success;
 }
 EXPORTED int cublasSetStream_v2(void* handle, void* stream) {
-    // The caller's workspace goes, as the documentation of `cublasSetStream` says, though the stream be the same.
+    // Resets the workspace to cuBLAS's own, as documented for `cublasSetStream`, even if the stream is the same.
     *static_cast<Handle*>(handle) = {stream, static_cast<Handle*>(handle)->pointer_mode};
     return success;
 }

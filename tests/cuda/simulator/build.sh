@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# build.sh TOOLKIT OUT: the simulated libraries of CUDA in OUT, under the names by which programs ask for them:
+# build.sh TOOLKIT OUT: builds the simulated CUDA libraries in OUT, with the names that programs load:
 #
 #   libcuda.so.1                                       the driver
-#   libcublas.so.13, libcurand.so.10                   products of matrices, random numbers
-#   libnccl.so.2                                       sums over devices
-#   libcublasLt.so.13, libnvrtc.so.13, libcudart.so.13 nothing but names: a program that links them starts
-#   kernels/candle-*.so, kernels/querl-*.so            candle's kernels and ours, compiled for the CPU
+#   libcublas.so.13, libcurand.so.10                   matrix products, random numbers
+#   libnccl.so.2                                       all-reduce over devices
+#   libcublasLt.so.13, libnvrtc.so.13, libcudart.so.13 only symbols, so that a program linked with them starts
+#   kernels/candle-*.so, kernels/querl-*.so            candle's kernels and querl's, compiled for the CPU
 #
-# What is newer than its sources stays. CXXFLAGS holds more options of g++, such as `-fsanitize=address`.
+# Libraries that are newer than their sources are kept. CXXFLAGS: further options of g++, such as `-fsanitize=address`.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
@@ -18,17 +18,17 @@ flags=(-std=c++17 -O3 -march=native -ffp-contract=off -fPIC -fvisibility=hidden 
     -isystem "$toolkit/include" -isystem "$toolkit/include/cccl")
 read -ra more <<< "${CXXFLAGS:-}"
 
-newer() { # OUT FILE...: whether OUT is newer than all the files
+newer() { # OUT FILE...: true if OUT is newer than all the files
     local made="$1" file; shift
     [ -e "$made" ] || return 1
     for file in "$@"; do [ "$made" -nt "$file" ] || return 1; done
 }
 
-# Options are sources too.
+# A change of options is a change of the sources, too.
 if [ "$(cat "$out/options" 2> /dev/null)" != "${CXXFLAGS:-}" ]; then rm -f "$out"/lib* "$out"/kernels/*; fi
 echo "${CXXFLAGS:-}" > "$out/options"
 
-# unsupported NAME: C for every function that a program may be linked to, each saying that it is not simulated.
+# unsupported NAME: prints C code for every function that a program may be linked with; each reports that it is not simulated.
 unsupported() {
     echo '#include <stdio.h>'
     nm -D --defined-only "$toolkit/lib/stubs/lib$1.so" | sed -nE 's/.* T (\w+)$/\1/p' | while read -r function; do
@@ -36,7 +36,7 @@ unsupported() {
     done
 }
 
-# library NAME SONAME CODE FILE...: the real functions of the files, and for all others of that library CODE, its "not supported".
+# library NAME SONAME CODE FILE...: the functions defined in the files; all other functions of the library return CODE, its "not supported".
 library() {
     local name="$1" soname="$2" code="$3"; shift 3
     newer "$out/$soname" "$@" "$here"/*.h "$here"/driver/*.h "$here/build.sh" && return
@@ -53,7 +53,7 @@ library() {
     rm -r "$work"
 }
 
-# kernels NAME FILE [OPTION]: one library of the kernels in a .cu file.
+# kernels NAME FILE [OPTION]: builds one library of the kernels in a .cu file.
 kernels() {
     local made="$out/kernels/$1.so" file="$2"
     newer "$made" "$(dirname "$file")"/*.cu* "$here"/*.h "$here"/on_cpu/*.h "$here/compile.sh" && return
@@ -62,10 +62,10 @@ kernels() {
 
 library cuda libcuda.so.1 801 "$here"/driver/*.cpp # CUDA_ERROR_NOT_SUPPORTED
 library cublas libcublas.so.13 15 "$here/blas.cpp" # CUBLAS_STATUS_NOT_SUPPORTED
-library curand libcurand.so.10 204 "$here/rand.cpp" # CURAND_STATUS_ARCH_MISMATCH: there is no better one
+library curand libcurand.so.10 204 "$here/rand.cpp" # CURAND_STATUS_ARCH_MISMATCH: the most similar code
 library cublasLt libcublasLt.so.13 15
 library nvrtc libnvrtc.so.13 11 # NVRTC_ERROR_INTERNAL_ERROR
-# Opened by name and never linked: nothing but what we call is there.
+# NCCL is loaded by name and never linked: only the functions that querl calls are needed.
 newer "$out/libnccl.so.2" "$here"/nccl.cpp "$here"/*.h "$here/build.sh" ||
     g++ "${flags[@]}" "${more[@]}" -shared -Wl,-soname,libnccl.so.2 -o "$out/libnccl.so.2" "$here/nccl.cpp" "$out/libcuda.so.1"
 [ -e "$out/libcudart.so.13" ] || gcc -shared -Wl,-soname,libcudart.so.13 -x c -o "$out/libcudart.so.13" /dev/null
@@ -73,7 +73,7 @@ newer "$out/libnccl.so.2" "$here"/nccl.cpp "$here"/*.h "$here/build.sh" ||
 candle=$(cd "$root" && cargo metadata --format-version 1 --all-features --locked --filter-platform x86_64-unknown-linux-gnu |
     python3 -c 'import json, os, sys
 print(next(os.path.dirname(p["manifest_path"]) for p in json.load(sys.stdin)["packages"] if p["name"] == "candle-kernels"))')
-# Left out: those for weights in GGUF's formats, which are left out of the library too, and convolutions.
+# Without the kernels for GGUF weights, which the library does not contain either, and without convolutions.
 for name in affine binary cast fill indexing reduce sort ternary unary; do
     kernels "candle-$name" "$candle/src/$name.cu" "-include $here/candle.h"
 done

@@ -1,5 +1,5 @@
-// candle's kernels are written for GPUs only: they test `__CUDA_ARCH__` for what a GPU supports. What they need beyond
-// cuda_on_cpu.h is here.
+// candle's kernels are written for GPUs only: they test `__CUDA_ARCH__` for supported features. This file has what they need in addition
+// to cuda_on_cpu.h.
 #pragma once
 
 #include <cuda/std/limits>

@@ -1,13 +1,13 @@
-// CUDA C++ for the host compiler: with this header first, a .cu file compiles with g++ and its kernels run on the CPU.
+// CUDA C++ for the host compiler: with this header first, a .cu file compiles with g++, and its kernels run on the CPU.
 //
-// What goes in: kernels of the form `extern "C" __global__ void name(...)`, with `__syncthreads`, warp functions of `_sync` kind,
+// Supported: kernels of the form `extern "C" __global__ void name(...)`, `__syncthreads`, warp functions with the suffix `_sync`,
 // atomics, static and dynamic shared memory (`extern __shared__ __align__(16) unsigned char shared_memory[];`), bf16 and f16.
-// What comes out: functions that do what one launch does, thread after thread and block after block, on one thread of the CPU.
-// What it does not simulate: speed, tensor cores, inline PTX, cooperative launches, launches out of kernels.
+// Each kernel becomes a function that runs one launch, thread by thread and block by block, on one CPU thread.
+// Not simulated: speed, tensor cores, inline PTX, cooperative launches, launches from kernels.
 //
-// `__CUDA_ARCH__` stays undefined, so code behind `#ifdef __CUDA_ARCH__` is for the GPU and needs a portable branch as well.
+// `__CUDA_ARCH__` is undefined: code under `#ifdef __CUDA_ARCH__` is for the GPU and needs a portable branch.
 //
-// Needs CUDA's headers (cuda_runtime's, from host/querl-gpu/toolkit.sh) and `-std=c++17 -fno-extern-tls-init`; see compile.sh.
+// Needs CUDA's headers (cuda_runtime, from host/querl-gpu/toolkit.sh) and `-std=c++17 -fno-extern-tls-init`; see compile.sh.
 #pragma once
 
 // The standard library first: CUDA's headers define `__noinline__`, which libstdc++ uses as the name of an attribute.
@@ -43,7 +43,7 @@
 #undef __launch_bounds__
 #undef __grid_constant__
 
-// compile.sh asks the preprocessor which kernels a file has and under which names it sees dynamic shared memory.
+// compile.sh reads from the preprocessor's output the kernels of a file and the names of its dynamic shared memory.
 #ifdef CUDA_ON_CPU_NAMES
 #define __global__ CUDA_ON_CPU_GLOBAL
 #define __shared__ CUDA_ON_CPU_SHARED

@@ -1,4 +1,4 @@
-// What the simulated libraries of CUDA share: a way to put work on a stream of the simulated driver.
+// Shared by the simulated CUDA libraries: submitting work to a stream of the simulated driver.
 #pragma once
 
 #include <cstddef>

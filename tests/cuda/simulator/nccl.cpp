@@ -1,13 +1,13 @@
-// The part of NCCL that we call. Ranks are threads of one process, each with a device of its own. A sum is put on the streams when
-// the last rank has asked for it; until then it is in progress, and with a communicator that blocks, the others wait in their calls.
+// The used part of NCCL. Ranks are threads of one process, each with its own device. An all-reduce is submitted to the streams when the last
+// rank has called it. Until then it is in progress; with a blocking communicator the other ranks wait in their calls.
 //
-// Stricter than NCCL where programs have to be careful: an abort returns when all ranks that joined are being ended, a destroy when
-// all ranks are destroyed, and neither is helped by the other; a rank that does not come is waited for for ever. A communicator that
-// is used after its end, or by two threads at a time, is counted and reported on standard error.
+// Stricter than NCCL, to find errors: an abort returns when all ranks that joined are aborted, a destroy when all ranks are destroyed, and a
+// mix of both blocks; a missing rank is waited for without limit. Use of a communicator after its end, or by two threads at a time, is
+// counted and reported on standard error.
 //
 // For tests, in addition to NCCL's functions:
-//   querl_simulator_nccl_refuse(fault)  what goes wrong next in the calling thread, see `Fault`
-//   querl_simulator_nccl_misuses()      how often a communicator was used as it must not be
+//   querl_simulator_nccl_refuse(fault)  injects the next failure in the calling thread, see `Fault`
+//   querl_simulator_nccl_misuses()      number of invalid uses of a communicator
 #include "libraries.h"
 
 #include <atomic>
@@ -33,7 +33,7 @@ struct Call {
     void* stream;
 };
 
-// What all ranks of a communicator share.
+// State shared by all ranks of a communicator.
 struct World {
     std::mutex mutex;
     std::condition_variable changed;
@@ -46,27 +46,27 @@ struct World {
     size_t aborted = 0, destroyed = 0;
 };
 
-// Never freed: what uses it after its end is to be found.
+// Never freed, so that uses after its end can be detected.
 struct Comm {
     std::shared_ptr<World> world;
     int rank, device;
     bool blocks;
     std::atomic<int> n_users{0};
     std::atomic<bool> ended{false};
-    // Of the sum that is in progress, under the world's lock.
+    // The all-reduce in progress, protected by the world's lock.
     bool waits = false;
     size_t round = 0;
     void* stream = nullptr;
 };
 
-struct Config { // as far as it is read here
+struct Config { // the used fields
     size_t size;
     unsigned magic, version;
     int blocking;
 };
 
-// What goes wrong next in a thread: its joining, its sum while the others' are in progress, its sum while the others' devices wait
-// for it. Each for want of memory.
+// Injected failure of a thread: of joining, of an all-reduce while the other ranks' calls are in progress, or of an all-reduce while the other
+// ranks' devices wait for it. Each reports out of memory.
 enum Fault { none = 0, join = 1, sum_in_progress = 2, sum_on_the_device = 3 };
 thread_local int fault = none;
 thread_local const char* last_error = "";
@@ -80,7 +80,7 @@ bool refuses(int what) {
 
 std::atomic<size_t> n_misuses{0};
 
-// One call that uses a communicator.
+// Guard for one call that uses a communicator.
 class Use {
     Comm& comm;
 
@@ -112,7 +112,7 @@ float wide(uint16_t value) {
     std::memcpy(&wide, &bits, 4);
     return wide;
 }
-uint16_t narrow(float value) { // to the nearest, of two the even
+uint16_t narrow(float value) { // round to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
@@ -126,7 +126,7 @@ template <class Value, class Add> void sum(const std::vector<Call>& calls, Add a
     for (const Call& call : calls) std::memcpy(call.to, total.data(), total.size() * sizeof(Value));
 }
 
-// Puts the sum of all ranks' values on a stream: those of all ranks do their work in the order in which it was submitted.
+// Submits the all-reduce to one stream, which suffices because work of all streams is executed in the order of submission.
 int submitted(const std::map<int, Call>& by_rank) {
     std::vector<Call> calls;
     for (const auto& [rank, call] : by_rank) calls.push_back(call);
@@ -148,7 +148,7 @@ bool on_own_device(const Comm& comm, const Call& call) {
            querl_simulator_device_of(call.to, bytes) == comm.device;
 }
 
-// Where a communicator stands. The world's lock is held.
+// State of a communicator. The caller holds the world's lock.
 int state(Comm& comm) {
     World& world = *comm.world;
     if (world.refused) return invalid_usage;
@@ -159,7 +159,7 @@ int state(Comm& comm) {
         return world.outcome;
     }
     if (!world.held) return in_progress;
-    querl_simulator_hold(comm.stream, 1); // NCCL's kernel is on it, and ends with the last rank's, or by an abort
+    querl_simulator_hold(comm.stream, 1); // NCCL's kernel runs on it until that of the last rank, or an abort, ends it
     return success;
 }
 

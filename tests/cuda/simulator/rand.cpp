@@ -1,4 +1,4 @@
-// The part of cuRAND that candle calls: uniform and normal numbers. They are other numbers than cuRAND's, of the same laws.
+// The part of cuRAND that candle calls: uniform and normal numbers, with cuRAND's distributions but another generator.
 #include "libraries.h"
 
 #include <cmath>
@@ -13,7 +13,7 @@ struct Generator {
 
 enum Status { success = 0, length_not_multiple = 105, launch_failure = 201 };
 
-// Uniform in (0, 1], as cuRAND's.
+// Uniform in (0, 1], as in cuRAND.
 template <class Real> Real uniform(std::mt19937_64& bits) { return Real(double((bits() >> 40) + 1) / double(1 << 24)); }
 
 template <class Fill> int submitted(void* handle, Fill fill) {
@@ -28,7 +28,7 @@ template <class Real> int uniforms(void* handle, Real* to, size_t count) {
 }
 
 template <class Real> int normals(void* handle, Real* to, size_t count, Real mean, Real deviation) {
-    if (count % 2 != 0) return length_not_multiple; // cuRAND makes them in pairs, and refuses odd counts
+    if (count % 2 != 0) return length_not_multiple; // cuRAND generates pairs, and rejects odd counts
     return submitted(handle, [=](std::mt19937_64& bits) {
         for (size_t at = 0; at < count; at += 2) {
             const double radius = std::sqrt(-2.0 * std::log(uniform<double>(bits))), angle = 2.0 * M_PI * uniform<double>(bits);

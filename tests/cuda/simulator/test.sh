@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test.sh TOOLKIT [OUT]: tests what cuda_on_cpu.h promises and, where build.sh has made OUT, what the simulated driver promises.
+# test.sh TOOLKIT [OUT]: tests cuda_on_cpu.h and, if build.sh has made OUT, the simulated driver.
 # CXXFLAGS as in build.sh.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -8,7 +8,7 @@ out=$(mktemp -d)
 trap 'rm -r "$out"' EXIT
 read -ra more <<< "${CXXFLAGS:-}"
 flags=(-std=c++17 -O1 -w -pthread -I"$toolkit/include" -I"$toolkit/include/cccl" "${more[@]}")
-export ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0 # where AddressSanitizer is asked for: see ../run.sh
+export ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0 # if compiled with AddressSanitizer: see ../run.sh
 
 g++ "${flags[@]}" -ffp-contract=off -fno-extern-tls-init -I"$here" -include "$here/cuda_on_cpu.h" -x c++ \
     -o "$out/test_on_cpu" "$here/test_on_cpu.cu"

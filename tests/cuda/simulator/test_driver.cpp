@@ -1,5 +1,5 @@
-// What the simulated driver promises, tested by calls of the driver's own interface: memory ends, mistakes are refused, work on a
-// stream is done by the time somebody has waited, a captured graph runs as often as it is launched. Built and run by test.sh.
+// Tests of the simulated driver through the driver API: memory is limited, invalid calls are rejected, work on a stream is executed before a
+// wait returns, a captured graph can be launched repeatedly. Built and run by test.sh.
 #include <cuda.h>
 
 #include <cstdio>
@@ -15,7 +15,7 @@ static void expect(bool held, const char* what) {
 static const size_t count = 1000;
 static CUfunction fill;
 
-// candle's kernel, by the name that its PTX gives it.
+// candle's kernel, by its name in the PTX.
 static CUresult filled(CUdeviceptr to, float value, CUstream stream, unsigned threads = 128, size_t numbers = count) {
     float* place = reinterpret_cast<float*>(to);
     void* parameters[] = {&place, &value, &numbers};
@@ -51,7 +51,7 @@ static void launches(CUdeviceptr place, CUstream stream) {
            "shared memory ends");
 }
 
-// With QUERL_SIMULATOR_STREAMS=late pinned memory still has the old value where nobody has waited.
+// With QUERL_SIMULATOR_STREAMS=late pinned memory has the old value until the program waits.
 static void waiting(CUdeviceptr place, CUstream stream) {
     const char* when = std::getenv("QUERL_SIMULATOR_STREAMS");
     const bool late = when && std::strcmp(when, "late") == 0;
@@ -68,7 +68,7 @@ static void waiting(CUdeviceptr place, CUstream stream) {
     cuEventDestroy(event);
     float pageable = 5;
     cuMemcpyHtoDAsync(place, &pageable, 4, stream);
-    pageable = 6; // the driver has read it by now
+    pageable = 6; // the driver has already read it
     cuStreamSynchronize(stream);
     expect(first_of(place) == 5, "pageable memory is read when the copy is asked for");
     cuMemFreeHost(pinned);
@@ -91,7 +91,7 @@ static void graphs(CUdeviceptr place, CUstream stream) {
     cuGraphExecDestroy(ready);
 }
 
-// Last: after a kernel has failed, everything fails.
+// The last test: after a failed kernel everything fails.
 static void broken(CUdeviceptr place, CUstream stream) {
     std::vector<float> host(count);
     const CUresult launched = filled(reinterpret_cast<CUdeviceptr>(host.data()), 1, stream);
@@ -100,7 +100,7 @@ static void broken(CUdeviceptr place, CUstream stream) {
     expect(filled(place, 1, stream) == CUDA_ERROR_LAUNCH_FAILED, "and the device is lost from then on");
 }
 
-// `test_driver past` writes one number too many: AddressSanitizer has to end it.
+// `test_driver past` writes one number too many: AddressSanitizer has to end the program.
 int main(int n_arguments, char**) {
     setenv("QUERL_SIMULATOR_MEMORY", "1048576", 1);
     CUdevice device;

@@ -1,5 +1,5 @@
-// What cuda_on_cpu.h promises, tested: barriers, shuffles, votes, atomics, shared memory, and that wrong kernels are found.
-// Built by tests/cuda/run.sh; ends with 0 when all held.
+// Tests of cuda_on_cpu.h: barriers, shuffles, votes, atomics, shared memory, and that invalid kernels are detected.
+// Built by tests/cuda/run.sh; exits with 0 if all tests pass.
 #include <cuda_bf16.h>
 
 extern "C" __global__ void __launch_bounds__(1024) reversed(const int* from, int* to) {
@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(1024) reversed(const int* from, int
     to[blockIdx.x * blockDim.x + threadIdx.x] = all[blockDim.x - 1 - threadIdx.x];
 }
 
-// Each thread leaves early or takes part in many barriers; both kinds of stacks come to their end.
+// Thread t ends after t barriers: some end early, others wait many times.
 extern "C" __global__ void staircase(int* sums) {
     __shared__ int steps;
     if (threadIdx.x == 0) steps = 0;
@@ -31,7 +31,7 @@ extern "C" __global__ void warps(int* to) {
         if (lane >= by) prefix += before;
     }
     const unsigned odd = __ballot_sync(0xffffffffu, lane % 2);
-    // The two halves of a warp exchange apart from one another.
+    // The two halves of a warp exchange values independently.
     const unsigned half = lane < 16 ? 0x0000ffffu : 0xffff0000u;
     const int first = __shfl_sync(half, lane, lane < 16 ? 0 : 16);
     const int width = __shfl_down_sync(0xffffffffu, lane, 4, 8);
@@ -58,7 +58,7 @@ extern "C" __global__ void rounded(const float* from, __nv_bfloat16* to, unsigne
 #include <fstream>
 #include <thread>
 
-// Pieces of this process's address space.
+// Number of mappings in this process's address space.
 static size_t pieces() {
     std::ifstream maps("/proc/self/maps");
     size_t lines = 0;
@@ -98,7 +98,7 @@ int main() {
     }
     expect(held, "shuffles and votes read what each lane brought");
 
-    const float floats[3] = {1.0f, 1.00390625f, 1.01171875f}; // the two last lie midway: to even
+    const float floats[3] = {1.0f, 1.00390625f, 1.01171875f}; // the last two are ties, which round to even
     __nv_bfloat16 halves[3];
     void* parameters[3];
     const float* source = floats;
@@ -114,7 +114,7 @@ int main() {
     expect(!wrong(past_the_end, 64, 64), "and the next launch is as if nothing had been");
     expect(wrong(past_the_end, 1025, 2048), "more threads than a block has are refused");
 
-    // The symptom: each thread of the CPU kept stacks of its own, until the system had no more pieces of memory.
+    // Symptom: each CPU thread kept its own stacks, until the system had no more memory mappings.
     auto elsewhere = [&] { cuda_on_cpu::launch(reversed, {dim3(3), dim3(1024), 4096}, from.data(), to.data()); };
     std::thread(elsewhere).join();
     const size_t before = pieces();

@@ -1,2 +1,2 @@
-//! Tests of the workspace itself: dependencies between crates, import cycles, vocabulary. They are in `tests/`. Tests of the command
+//! Tests of the workspace itself, in `tests/`: dependencies between crates, import cycles, vocabulary, documentation. Tests of the command
 //! line are in the `tests/` folder of its crate.

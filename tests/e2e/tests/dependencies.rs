@@ -1,4 +1,4 @@
-//! Which crate may depend on which. core <- data, bundle, model, encoder; bundle <- plugin <- conformance; model <- train <- cuda;
+//! Permitted dependencies between crates. core <- data, bundle, model, encoder; bundle <- plugin <- conformance; model <- train <- cuda;
 //! core <- eval; data <- serve; data, train, eval <- style <- pipeline; all <- querl.
 #![allow(clippy::unwrap_used)]
 
@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Crates of this workspace, and which others of it they may depend on, in tests too.
+/// Crates of this workspace, and the crates of the workspace that each may depend on, tests included.
 const ALLOWED: [(&str, &[&str]); 19] = [
     ("querl-core", &[]),
     ("querl-data", &["querl-core", "querl-faulty"]),
@@ -18,7 +18,7 @@ const ALLOWED: [(&str, &[&str]); 19] = [
     // The SDK for its reader of golden cases.
     ("querl-conformance", &["querl-core", "querl-bundle", "querl-plugin", "querl-sdk"]),
     ("querl-model", &["querl-core"]),
-    // GPUs in its tests alone.
+    // GPUs in its tests only.
     ("querl-train", &["querl-core", "querl-model", "querl-gpu"]),
     ("querl-bench", &["querl-core", "querl-gpu", "querl-model", "querl-train"]),
     ("querl-gpu", &["querl-core", "querl-model", "querl-train"]),
@@ -52,16 +52,16 @@ const ALLOWED: [(&str, &[&str]); 19] = [
             "querl-train",
             "querl-pipeline",
             "querl-style",
-            // In its tests alone: the program opens the library, and is not linked with it.
+            // In its tests only: the program loads the library at run time and is not linked with it.
             "querl-gpu",
             "querl-eval",
-            // In its tests alone.
+            // In its tests only.
             "querl-encoder",
             "querl-faulty",
             "querl-serve",
         ],
     ),
-    // The module for Python is another program over the pipeline.
+    // The Python module is another program on top of the pipeline.
     ("querl-python", &["querl-core", "querl-plugin", "querl-pipeline"]),
     ("querl-faulty", &[]),
     // Itself with the feature `dev`, for its own tests.
@@ -69,7 +69,7 @@ const ALLOWED: [(&str, &[&str]); 19] = [
     ("querl-e2e", &[]),
 ];
 
-/// What a crate must not even get through others, with the reason.
+/// Crates that must not be reached even through other crates, with the reason.
 const FORBIDDEN: [(&str, &[&str], &str); 15] = [
     ("querl-core", &["candle-core", "wasmtime", "tokio", "reqwest"], "records and ports know no machinery"),
     ("querl-data", &["candle-core", "wasmtime"], "data knows no models and no plugins"),
@@ -92,7 +92,7 @@ const FORBIDDEN: [(&str, &[&str], &str); 15] = [
     ("querl-serve", &["candle-core", "wasmtime"], "an interface knows no machinery"),
 ];
 
-/// Only for this machine's platform, so that nothing has to be downloaded.
+/// Metadata for this machine's platform only, so that nothing is downloaded.
 fn metadata() -> Metadata {
     let version = Command::new("rustc").arg("-vV").output().unwrap();
     let version = String::from_utf8(version.stdout).unwrap();
@@ -133,8 +133,8 @@ fn crates_do_not_reach_forbidden_dependencies() {
     }
 }
 
-/// Names of all packages that `name` (a package, or `package/feature`) is built with when it is built alone, tests and build
-/// scripts excluded. `cargo tree` and not `cargo metadata`, which adds up the features that all crates of the workspace request.
+/// Names of all packages in the build of `name` (a package, or `package/feature`) alone, without tests and build scripts. Uses `cargo
+/// tree`, because `cargo metadata` merges the features that all crates of the workspace request.
 fn reachable(name: &str) -> BTreeSet<String> {
     let (package, features) = name.split_once('/').unwrap_or((name, ""));
     let mut command = Command::new(env!("CARGO"));

@@ -1,4 +1,4 @@
-//! Documentation names files and tests that exist.
+//! The documentation names only files and tests that exist.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
@@ -35,21 +35,21 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The words of a page that are in backticks, in links or in blocks of code.
+/// The words of a page, without the delimiters of code and links.
 fn words(text: &str) -> impl Iterator<Item = &str> {
     text.split(|c: char| c.is_whitespace() || "`()[];\"'|".contains(c))
         .map(|word| word.trim_end_matches(['.', ',', ':']).trim_end_matches('/'))
         .filter(|word| !word.is_empty())
 }
 
-/// `a/{b,c}.rs` as `a/b.rs` and `a/c.rs`.
+/// Expands `a/{b,c}.rs` to `a/b.rs` and `a/c.rs`.
 fn expanded(path: &str) -> Vec<String> {
     let Some((before, rest)) = path.split_once('{') else { return vec![path.to_owned()] };
     let Some((choices, after)) = rest.split_once('}') else { return Vec::new() };
     choices.split(',').flat_map(|choice| expanded(&format!("{before}{choice}{after}"))).collect()
 }
 
-/// A path of the repository that `word` names: as it is, or below `host/` where it starts with the name of a crate.
+/// The path that `word` names: relative to the repository, or to `host/` if it starts with the name of a crate.
 fn repository_path(word: &str) -> Option<String> {
     let first = word.split('/').next()?;
     let is_pattern = word.contains(['*', '<', '$', '=', '…']) || word.chars().any(|c| c.is_ascii_uppercase());
@@ -86,9 +86,9 @@ fn paths_named_in_pages_exist() {
     assert!(missing.is_empty(), "no such files; update the page or the path:\n{}", missing.join("\n"));
 }
 
-/// What operators and authors look up, by page of docs/: texts that the pages of both languages have.
+/// Texts that operators and plugin authors search for, by page of docs/. The pages of both languages must contain them.
 const LOOKED_UP: &[(&str, &[&str])] = &[
-    // Signatures: forms of keys, rotation, packages in components.
+    // Signatures: key formats, key rotation, Python packages in components.
     (
         "plugins.md",
         &[
@@ -101,12 +101,12 @@ const LOOKED_UP: &[(&str, &[&str])] = &[
             "`words`",
         ],
     ),
-    // TLS by a reverse proxy, limits of peers.
+    // TLS by a reverse proxy, limits per client.
     (
         "start/platform-engineer.md",
         &["listen 443 ssl;", "proxy_pass http://querl;", "limit_conn querl_clients", "`--max_connections_per_peer`"],
     ),
-    // A loader that leaves out rows without an assistant message.
+    // A loader that skips rows without an assistant message.
     ("files.md", &["load_dataset(\"json\", data_files=files)", "row[\"metadata\"][\"dropped\"] == \"\""]),
 ];
 
@@ -128,7 +128,7 @@ fn pages_of_both_languages_have_what_operators_look_up() {
     }
 }
 
-/// Words of three underscores or more in ARCHITECTURE.md are names of tests.
+/// A word with three underscores or more in ARCHITECTURE.md is the name of a test.
 #[test]
 fn tests_named_in_the_architecture_exist() {
     let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();

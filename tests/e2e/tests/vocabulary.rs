@@ -1,12 +1,12 @@
-//! The words of the field: names, comments, messages and documentation use the terms of docs/glossary.md, not private ones.
+//! Vocabulary check: names, comments, messages and documentation use the terms of docs/glossary.md.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Words and phrases that fail in names, comments, messages and Markdown, and what to write. Case does not matter, parts of
-/// identifiers count as words, and a phrase may go over the end of a line.
+/// Forbidden words and phrases in names, comments, messages and Markdown, and their replacements. Case is ignored, parts of identifiers
+/// count as words, and a phrase may cross the end of a line.
 const WORDS: &[(&str, &str)] = &[
     ("card", "GPU or device"),
     ("cards", "GPUs or devices"),
@@ -37,7 +37,7 @@ const WORDS: &[(&str, &str)] = &[
     ("turned", "RoPE applied, converted, made into"),
 ];
 
-/// Phrases with a word of the list that are terms of the field or plain English.
+/// Permitted phrases that contain a forbidden word: terms of the field, or plain English.
 const TERMS: &[&str] = &[
     "beside bytes",
     "cuda card",
@@ -50,7 +50,7 @@ const TERMS: &[&str] = &[
     "turned into",
 ];
 
-/// Names of types that a search engine cannot find the meaning of.
+/// Forbidden type names, which say nothing in a search, and their replacements.
 const TYPES: &[(&str, &str)] = &[
     ("Asked", "a request: `RetrievalRequest`, `JudgeRequest`"),
     ("Fitting", "`SftJob`"),
@@ -77,38 +77,38 @@ const TYPES: &[(&str, &str)] = &[
     ("Whole", "what is whole: `FullWeight`"),
 ];
 
-/// Kinds of files that are read.
+/// Extensions of the files that are checked.
 const ENDINGS: &[&str] = &["rs", "cuh", "cu", "cpp", "h", "py", "js", "ts", "sh", "toml", "wit", "html", "md"];
 
-/// Files and folders that may have any word: this list, the page that explains the words, texts of others, and quoted data.
+/// Files and folders that are not checked: this list, the glossary, and recorded data.
 const EXEMPT: &[&str] = &["docs/glossary.md", "tests/e2e/tests/vocabulary.rs", "tests/reference/golden/"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Tracked files that are read, with their text.
+/// The checked files, which are tracked by git, with their text.
 fn files() -> Vec<(String, String)> {
     let listed = Command::new("git").args(["ls-files", "-z"]).current_dir(root()).output().unwrap();
     assert!(listed.status.success(), "git ls-files: {}", String::from_utf8_lossy(&listed.stderr));
     let listed = String::from_utf8(listed.stdout).unwrap();
     let read = |path: &&str| {
         let ending = Path::new(path).extension().and_then(|ending| ending.to_str()).unwrap_or("");
-        // In a work tree with changes a tracked file may be gone.
+        // A tracked file may be deleted in the work tree.
         ENDINGS.contains(&ending) && !EXEMPT.iter().any(|exempt| path.starts_with(exempt)) && !path.contains("/deps/")
     };
     let with_text = |path: &str| Some((path.to_owned(), fs::read_to_string(root().join(path)).ok()?));
     listed.split_terminator('\0').filter(read).filter_map(with_text).collect()
 }
 
-/// A word in lower case, its line, and whether only spaces, underscores or comment signs are between it and the word before.
+/// A word in lower case, its line, and whether only spaces, underscores or comment markers separate it from the previous word.
 struct Word {
     text: String,
     line: usize,
     follows: bool,
 }
 
-/// Words of a text: runs of ASCII letters, split where a small letter meets a capital one.
+/// Words of a text: runs of ASCII letters, split between a lower-case and an upper-case letter.
 fn words(text: &str) -> Vec<Word> {
     let (mut words, mut line, mut last, mut follows) = (Vec::<Word>::new(), 1, ' ', true);
     for character in text.chars() {
@@ -127,14 +127,14 @@ fn words(text: &str) -> Vec<Word> {
     words
 }
 
-/// Whether the words at `at` are those of `phrase`.
+/// True if the words at `at` are those of `phrase`.
 fn is_at(words: &[Word], at: usize, phrase: &str) -> bool {
     phrase.split(' ').enumerate().all(|(offset, part)| {
         words.get(at + offset).is_some_and(|word| word.text == part && (offset == 0 || word.follows))
     })
 }
 
-/// Whether the word at `at` belongs to one of the permitted terms.
+/// True if the word at `at` is part of a permitted phrase.
 fn in_term(words: &[Word], at: usize) -> bool {
     TERMS.iter().any(|term| {
         let length = term.split(' ').count();
@@ -142,7 +142,7 @@ fn in_term(words: &[Word], at: usize) -> bool {
     })
 }
 
-/// Every private word of a file: line, word and remedy.
+/// All forbidden words of a file: line, word, replacement.
 fn private_words(path: &str, text: &str) -> Vec<(usize, &'static str, &'static str)> {
     let words = words(text);
     let mut found = Vec::new();

@@ -5,9 +5,9 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 
-/// The service. Scripts can replace or change its answers.
+/// The batch service. Scripts can replace or modify its replies.
 pub struct BatchService {
-    /// Polls after which a batch is finished.
+    /// Number of polls after which a batch is finished.
     n_polls: usize,
     state: Mutex<State>,
 }
@@ -36,11 +36,11 @@ impl BatchService {
         self.state().batches.len()
     }
 
-    /// Ends a batch (0-based) with this status instead of `completed`. If it `expired` or was `cancelled`, its first half has
-    /// results.
+    /// Ends a batch (0-based) with this status instead of `completed`. If the status is `expired` or `cancelled`, the first half of the
+    /// batch has results.
     ///
     /// # Panics
-    /// There is no such batch.
+    /// The batch does not exist.
     pub fn end(&self, index: usize, status: &str) {
         self.state().batches[index].ends = Some(status.to_owned());
     }
@@ -80,7 +80,7 @@ impl BatchService {
         Some(Answer::json(200, &self.object(&state, index)))
     }
 
-    /// Newest first, as the real service lists them.
+    /// Newest first, as in OpenAI's service.
     fn list(&self, query: &str) -> Option<Answer> {
         let fields: BTreeMap<&str, &str> = query.split('&').filter_map(|field| field.split_once('=')).collect();
         let state = self.state();
@@ -116,7 +116,7 @@ impl BatchService {
         object
     }
 
-    /// The results, in an order of the service's own.
+    /// The results, in another order than the requests.
     fn content(&self, id: &str) -> Option<Answer> {
         let (state, index) = (self.state(), place(id, "output-")?);
         let batch = state.batches.get(index)?;
@@ -139,7 +139,7 @@ fn n_answered(state: &State, batch: &Batch) -> usize {
     }
 }
 
-/// One second apart, in the future: no batch is too old.
+/// One second apart and in the future, so that no batch is too old.
 fn created_at(index: usize) -> usize {
     4_000_000_000 + index
 }

@@ -1,4 +1,4 @@
-//! HTTP/1.1 written by hand, so that a response can be truncated, delayed or wrong at any byte.
+//! HTTP/1.1 without a library, so that a response can be truncated, delayed or wrong at any byte.
 
 use crate::{Answer, CHUNK_BYTES, Reply, Shared};
 use std::io;
@@ -11,7 +11,7 @@ pub(crate) async fn serve(listener: TcpListener, shared: Arc<Shared>) {
     while let Ok((stream, _)) = listener.accept().await {
         let shared = shared.clone();
         tokio::spawn(async move {
-            // A client that goes away is none of our business.
+            // A disconnected client is not an error of the server.
             let _ = converse(stream, &shared).await;
         });
     }
@@ -39,7 +39,7 @@ async fn converse(mut stream: TcpStream, shared: &Shared) -> io::Result<()> {
     Ok(())
 }
 
-/// The next request; `None` at the end of the connection.
+/// Reads the next request; `None` at the end of the connection.
 async fn read(stream: &mut TcpStream, buffer: &mut Vec<u8>, pause: Duration) -> io::Result<Option<Request>> {
     let mut chunk = vec![0; CHUNK_BYTES];
     let end = loop {
@@ -90,7 +90,7 @@ async fn fail(mut stream: TcpStream, reply: Reply) -> io::Result<()> {
         Reply::ResetMidBody(answer) => {
             let half = &answer.body[..answer.body.len() / 2];
             stream.write_all(&[head(&answer, Some(answer.body.len())).as_bytes(), half].concat()).await?;
-            // What is still under way at a reset is thrown away on the other side.
+            // After a reset the client discards data that is still in transit.
             tokio::time::sleep(Duration::from_millis(20)).await;
             reset(stream)
         }

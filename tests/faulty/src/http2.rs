@@ -1,4 +1,4 @@
-//! HTTP/2 over TLS, by hyper.
+//! HTTP/2 over TLS, with hyper.
 
 use crate::{Answer, Reply, Shared};
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
@@ -17,7 +17,7 @@ use tokio_rustls::rustls::ServerConfig;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::PrivateKeyDer;
 
-/// TLS for `localhost` that offers HTTP/2 alone, and its certificate as PEM.
+/// A TLS configuration for `localhost` that offers only HTTP/2, and its certificate as PEM.
 pub(crate) fn acceptor() -> (TlsAcceptor, String) {
     let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("the name is a name");
     let key = PrivateKeyDer::try_from(made.signing_key.serialize_der()).expect("the key was just made");
@@ -35,7 +35,7 @@ pub(crate) async fn serve(listener: TcpListener, acceptor: TlsAcceptor, shared: 
             let Ok(stream) = acceptor.accept(stream).await else { return };
             let service = service_fn(move |request| answer(request, shared.clone()));
             let builder = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-            // A client that goes away is none of our business.
+            // A disconnected client is not an error of the server.
             let _ = builder.serve_connection(TokioIo::new(stream), service).await;
         });
     }
@@ -84,7 +84,7 @@ enum Ending {
     Broken,
 }
 
-/// A body in one piece, which may break off after it.
+/// A body in one piece, which may be followed by an error.
 struct Half {
     bytes: Option<Bytes>,
     ending: Ending,

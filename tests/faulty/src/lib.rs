@@ -1,9 +1,8 @@
-//! A server on loopback that fails in every way a network can.
+//! A server on loopback that simulates network and service failures.
 //!
-//! In: a script, which is a function from a request to a reply or a fault. Out: an address to call, and the recorded requests. It
-//! must not depend on the requests' meaning: tests define the responses. HTTP/1.1 is written byte by byte, since no HTTP library
-//! sends what these tests need; HTTP/2 is hyper's, over TLS with a self-signed certificate. [`BatchService`] is OpenAI's batch
-//! interface in memory, which a script can wrap.
+//! A script, a function from a request to a reply or a fault, defines its behaviour; the server records all requests. It must not depend
+//! on their meaning. HTTP/1.1 is written byte by byte, because no HTTP library can send what these tests need; HTTP/2 is hyper's, over TLS
+//! with a self-signed certificate. [`BatchService`] is OpenAI's batch interface in memory, which a script can wrap.
 #![allow(missing_docs)]
 
 mod batches;
@@ -20,7 +19,7 @@ use std::time::Duration;
 /// A received request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RecordedRequest {
-    /// 0-based, over all requests to this server.
+    /// 0-based number among all requests to this server.
     pub index: usize,
     pub method: String,
     pub path: String,
@@ -35,15 +34,15 @@ impl RecordedRequest {
     }
 }
 
-/// The response, or the fault in its place.
+/// A response, or the fault that replaces it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Reply {
     Answer(Answer),
     /// Another reply after a delay.
     After(Duration, Box<Reply>),
-    /// No response, for ever.
+    /// The connection stays open without a response.
     Hang,
-    /// The connection is reset before the first byte.
+    /// The connection is reset before the first byte of the response.
     Reset,
     /// The connection is reset after half of the body.
     ResetMidBody(Answer),
@@ -51,9 +50,9 @@ pub enum Reply {
     Cut(Answer),
     /// The head byte by byte, with this pause.
     SlowHead(Duration),
-    /// A head, then nothing.
+    /// The head; the body never follows.
     HeadOnly,
-    /// Half of the body, then nothing.
+    /// Half of the body; the rest never follows.
     Stall(Answer),
     /// The body in ten parts, with this pause before each.
     Trickle(Answer, Duration),
@@ -97,10 +96,10 @@ impl From<Answer> for Reply {
 
 type Script = dyn Fn(&RecordedRequest) -> Reply + Send + Sync;
 
-/// Bytes of a request that are read at a time.
+/// Number of bytes of a request that are read at a time.
 pub(crate) const CHUNK_BYTES: usize = 1 << 18;
 
-/// State shared by the connections.
+/// State shared by all connections.
 pub(crate) struct Shared {
     script: Box<Script>,
     requests: Mutex<Vec<RecordedRequest>>,
@@ -126,7 +125,7 @@ impl Shared {
     }
 }
 
-/// The server. It runs on its own thread until it is dropped, so that tests without an async runtime can use it.
+/// The server. It runs in its own thread until it is dropped, so that tests without an async runtime can use it.
 pub struct FaultyServer {
     address: SocketAddr,
     certificate: Option<String>,
@@ -135,7 +134,7 @@ pub struct FaultyServer {
 }
 
 impl FaultyServer {
-    /// HTTP/1.1 on a free port.
+    /// Starts an HTTP/1.1 server on a free port.
     ///
     /// # Panics
     /// There is no free port.
@@ -143,7 +142,7 @@ impl FaultyServer {
         Self::start_reading(Duration::ZERO, script)
     }
 
-    /// Reads 256 KiB of a request after each `pause`.
+    /// As [`start`](Self::start); reads 256 KiB of a request after each `pause`.
     ///
     /// # Panics
     /// There is no free port.
@@ -154,7 +153,7 @@ impl FaultyServer {
         Self { address, certificate: None, shared, runtime: Some(runtime) }
     }
 
-    /// HTTP/2 over TLS with a self-signed certificate: [`certificate`](Self::certificate).
+    /// Starts an HTTP/2 server over TLS with a self-signed certificate: [`certificate`](Self::certificate).
     ///
     /// # Panics
     /// There is no free port.
@@ -174,7 +173,7 @@ impl FaultyServer {
         }
     }
 
-    /// The certificate to trust as PEM; empty without TLS.
+    /// The certificate that a client must trust, as PEM; empty without TLS.
     pub fn certificate(&self) -> &str {
         self.certificate.as_deref().unwrap_or_default()
     }
@@ -192,7 +191,7 @@ impl FaultyServer {
 impl Drop for FaultyServer {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
-            // A test may be dropping it within a runtime of its own, which must not wait.
+            // Dropped within an async runtime, whose thread must not block.
             runtime.shutdown_background();
         }
     }

@@ -1,6 +1,6 @@
-//! The reader of bundles. A seal and digests would keep every random change out of the code behind them, so that the first byte
-//! says how far the input is dressed up: as the file itself, as its zstd frame, as its tar stream, or as a tar stream whose
-//! `SHA256SUMS` is made to fit.
+//! The reader of bundles. Seal and digests would reject every random change before the code behind them runs. Therefore the first byte
+//! selects how much is valid: the input is the file itself, its zstd frame, its tar stream, or a tar stream whose `SHA256SUMS` is
+//! computed again.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -22,7 +22,7 @@ fuzz_target!(|input: &[u8]| {
     }
 });
 
-/// A bundle that is taken has nothing in it that could leave a folder, and a manifest that speaks of its component.
+/// An accepted bundle has no path that leaves a folder, and a manifest that names its component.
 fn check(bundle: &Bundle) {
     assert!(bundle.files().all(|(name, _)| !name.contains("..") && !name.starts_with('/') && !name.contains('\\')));
     let section = bundle.manifest().bundle.as_ref().expect("a bundle's manifest is complete");
@@ -33,7 +33,7 @@ fn archive(tar: &[u8]) -> Vec<u8> {
     sealed(zstd::encode_all(tar, 1).expect("memory is no file"))
 }
 
-/// As querl-bundle's first lines describe the seal.
+/// The seal as documented in the first lines of querl-bundle.
 fn sealed(mut frame: Vec<u8>) -> Vec<u8> {
     let digest = Sha256::digest(&frame);
     frame.extend_from_slice(&[0x55, 0x2a, 0x4d, 0x18, 32, 0, 0, 0]);
@@ -41,7 +41,7 @@ fn sealed(mut frame: Vec<u8>) -> Vec<u8> {
     frame
 }
 
-/// The same stream with the content of `SHA256SUMS` made again, its length included.
+/// The same stream with `SHA256SUMS` computed again, including the length.
 fn with_fitting_sums(tar: &[u8]) -> Vec<u8> {
     let entries = entries(tar);
     let mut out = Vec::new();

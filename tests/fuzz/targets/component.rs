@@ -1,4 +1,4 @@
-//! The loader of components: any bytes in a `.wasm` file are refused, or become a plugin that says who it is.
+//! The loader of components: the bytes of a `.wasm` file are rejected, or become a plugin with name and version.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -6,7 +6,7 @@ use querl_core::config::PluginLimits;
 use querl_plugin::{HostOptions, PluginHost};
 use std::cell::RefCell;
 
-/// A host remembers what it has loaded; a new one from time to time keeps memory flat.
+/// A host caches what it has loaded; it is replaced from time to time to limit memory.
 const LOADS_PER_HOST: u32 = 200;
 
 struct Bench {

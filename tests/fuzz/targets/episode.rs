@@ -1,4 +1,4 @@
-//! One line of recorded episodes: any bytes are refused in words, or read into an episode whose numbers are finite.
+//! The parser of recorded episodes: a line is rejected with a message, or becomes an episode with finite numbers.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

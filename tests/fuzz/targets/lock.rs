@@ -1,4 +1,4 @@
-//! `querl.lock`: any text is refused with a place, or read into a lock file that agrees with itself.
+//! The parser of `querl.lock`: a text is rejected with a position, or becomes a consistent lock file.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,4 @@
-//! `plugin.toml`: any text is refused with a place, or read into a manifest that is the same when written and read again.
+//! The parser of `plugin.toml`: a text is rejected with a position, or becomes a manifest that is unchanged when written and read again.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -5,7 +5,7 @@ cd "$(dirname "$0")"
 for probe in plain functions group; do
   features=()
   [[ $probe == plain ]] || features=(--features "$probe")
-  # Size before speed; no paths of this machine in panic messages.
+  # Optimised for size; without paths of this machine in panic messages.
   CARGO_PROFILE_RELEASE_OPT_LEVEL=s CARGO_PROFILE_RELEASE_STRIP=symbols \
     RUSTFLAGS="--remap-path-prefix=$(cd ../../.. && pwd)=. --remap-path-prefix=${CARGO_HOME:-$HOME/.cargo}=cargo" \
     cargo build --release --target wasm32-wasip2 "${features[@]}"

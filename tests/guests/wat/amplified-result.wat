@@ -1,4 +1,4 @@
-;; Returns 10,000 components whose names are one and the same text of 1 MiB: 10 GB out of 2 MB.
+;; Returns 10,000 components whose names are all the same text of 1 MiB in memory: 2 MB in the guest become 10 GB in the host.
 (module
   ;;! include reward
 

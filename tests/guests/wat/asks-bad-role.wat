@@ -1,4 +1,4 @@
-;; Asks the judge with a role that is none.
+;; Calls the judge with an invalid role.
 ;;! contract 0.2.0
 ;;! world import querl:plugin/judge@0.1.0;
 ;;! world export querl:plugin/info@0.1.0;

@@ -1,4 +1,4 @@
-;; Asks for a gigabyte of random bytes at once.
+;; Requests a gigabyte of random bytes in one call.
 ;;! package package wasi:random@0.2.6 { interface random { get-random-bytes: func(len: u64) -> list<u8>; } }
 ;;! world import wasi:random/random@0.2.6;
 ;;! world export querl:plugin/info@0.1.0;

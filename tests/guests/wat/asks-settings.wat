@@ -1,4 +1,4 @@
-;; Does nothing but ask the host for a setting.
+;; Only requests settings from the host, in a loop without end.
 (module
   (import "querl:plugin/settings@0.1.0" "get" (func $get (param i32 i32 i32)))
   ;;! include reward

@@ -1,4 +1,4 @@
-;; Takes 64 MiB and fills and copies all of it, again and again.
+;; Allocates 64 MiB, and fills and copies all of it repeatedly.
 (module
   ;;! include reward
 

@@ -1,4 +1,4 @@
-;; A style scorer: asks the style model once for a dialogue, and without end where the id starts with `x`.
+;; A style scorer: calls the style model once per dialogue, and endlessly if the dialogue's id starts with `x`.
 ;;! world import querl:plugin/style-model@0.1.0;
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/style-scores@0.1.0;
@@ -7,7 +7,7 @@
   ;;! include memory
   ;;! include describe
   ;;! include check-settings
-  ;; A dialogue has 16 bytes: id at 0, turns at 8. A result is that of a reward: a total of 0.5 without components.
+  ;; A dialogue has 16 bytes: id at 0, turns at 8. The result has the layout of a reward: a total of 0.5 without components.
   (func (export "querl:plugin/style-scores@0.1.0#score-batch") (param $dialogues i32) (param $n i32) (result i32)
     (local $results i32) (local $result i32)
     (local.set $results (call $allocate

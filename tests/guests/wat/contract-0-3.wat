@@ -1,4 +1,4 @@
-;; An ordinary plugin for a contract that breaks with ours.
+;; A valid plugin for an incompatible later contract.
 ;;! contract 0.3.0
 (module
   ;;! include reward

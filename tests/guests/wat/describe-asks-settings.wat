@@ -1,4 +1,4 @@
-;; Describes itself by a setting that the user sets.
+;; Reads a setting of the user in `describe`.
 ;;! contract 0.2.0
 (module
   (import "querl:plugin/settings@0.1.0" "get" (func $get (param i32 i32 i32)))

@@ -1,4 +1,4 @@
-;; Counts its calls of `describe` in the length of its name.
+;; Returns another name in each call of `describe`: its length is the number of calls.
 ;;! contract 0.2.0
 (module
   ;;! include reward

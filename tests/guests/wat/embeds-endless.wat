@@ -1,4 +1,4 @@
-;; Embeds more texts than there is memory.
+;; Embeds a list of texts that exceeds the memory.
 ;;! contract 0.2.0
 ;;! world import querl:plugin/similarity@0.1.0;
 ;;! world export querl:plugin/info@0.1.0;

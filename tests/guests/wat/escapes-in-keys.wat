@@ -1,4 +1,4 @@
-;; Asks for settings whose keys clear the screen and reverse what follows.
+;; Requests settings whose keys contain terminal escapes and reverse the following text.
 ;;! world import querl:plugin/settings@0.1.0;
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;

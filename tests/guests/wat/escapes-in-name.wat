@@ -1,4 +1,4 @@
-;; Its name clears the screen.
+;; A plugin whose name contains a terminal escape that clears the screen.
 (module
   ;;! include memory
   ;;! include check-settings

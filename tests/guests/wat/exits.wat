@@ -1,4 +1,4 @@
-;; Ends the program that it is in.
+;; Calls `exit`, which would end the host process.
 ;;! package package wasi:cli@0.2.6 { interface exit { exit: func(status: result); } }
 ;;! world import wasi:cli/exit@0.2.6;
 ;;! world export querl:plugin/info@0.1.0;

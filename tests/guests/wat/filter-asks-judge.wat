@@ -1,4 +1,4 @@
-;; A filter that asks the judge.
+;; A filter that calls the judge.
 ;;! contract 0.2.0
 ;;! world import querl:plugin/judge@0.1.0;
 ;;! world export querl:plugin/info@0.1.0;

@@ -1,4 +1,4 @@
-;; Ends with a trap where a query of the group starts with a letter of ASCII.
+;; Traps if a query of the group starts with an ASCII letter.
 ;;! contract 0.2.0
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/group-rewards@0.1.0;

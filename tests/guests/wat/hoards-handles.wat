@@ -1,4 +1,4 @@
-;; Asks for one handle after the other and gives none back.
+;; Requests handles in a loop and returns none.
 ;;! package package wasi:io@0.2.6 { interface poll { resource pollable; } }
 ;;! package package wasi:clocks@0.2.6 { interface monotonic-clock {
 ;;! package   use wasi:io/poll@0.2.6.{pollable}; subscribe-duration: func(when: u64) -> pollable; } }

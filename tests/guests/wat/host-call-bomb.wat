@@ -1,4 +1,4 @@
-;; Counts tokens without end.
+;; Calls the host function for counting tokens endlessly.
 ;;! contract 0.2.0
 ;;! world import querl:plugin/tokens@0.1.0;
 ;;! world export querl:plugin/info@0.1.0;

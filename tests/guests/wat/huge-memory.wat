@@ -1,4 +1,4 @@
-;; Declares 4 GiB of memory before it has done anything.
+;; Declares an initial memory of 4 GiB.
 (module
   ;;! include describe
   ;;! include check-settings

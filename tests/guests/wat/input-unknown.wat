@@ -1,4 +1,4 @@
-;; Requires an input that this host does not know.
+;; Requires an input unknown to this host.
 ;;! contract 0.2.0
 (module
   ;;! include reward

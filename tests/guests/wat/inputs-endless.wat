@@ -1,4 +1,4 @@
-;; Describes more inputs than there is memory.
+;; Describes a list of inputs that exceeds the memory.
 ;;! contract 0.2.0
 (module
   ;;! include reward

@@ -1,4 +1,4 @@
-;; Its JSON is a million lists in each other.
+;; Returns JSON of a million nested lists.
 ;;! contract 0.2.0
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;
@@ -9,7 +9,7 @@
   ;;! include check-settings
   ;;! include range
   ;;! include json
-  ;; The host calls the form of JSON where there is one.
+  ;; Never called: the host prefers the JSON form.
   (func (export "querl:plugin/rewards@0.1.0#score-batch") (param i32 i32) (result i32)
     (unreachable))
   (func $odd (result i32)

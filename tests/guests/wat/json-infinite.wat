@@ -1,4 +1,4 @@
-;; Its JSON has a total beyond all numbers.
+;; Returns JSON with a total that overflows a double.
 ;;! contract 0.2.0
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;
@@ -9,7 +9,7 @@
   ;;! include check-settings
   ;;! include range
   ;;! include json
-  ;; The host calls the form of JSON where there is one.
+  ;; Never called: the host prefers the JSON form.
   (func (export "querl:plugin/rewards@0.1.0#score-batch") (param i32 i32) (result i32)
     (unreachable))
   (data (i32.const 1600) "[{\22scored\22:{\22total\22:1e999,\22components\22:[]}}]")

@@ -1,4 +1,4 @@
-;; Its JSON has 100,000 results, whatever it was asked.
+;; Returns JSON with 100,000 results for any number of episodes.
 ;;! contract 0.2.0
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;
@@ -9,7 +9,7 @@
   ;;! include check-settings
   ;;! include range
   ;;! include json
-  ;; The host calls the form of JSON where there is one.
+  ;; Never called: the host prefers the JSON form.
   (func (export "querl:plugin/rewards@0.1.0#score-batch") (param i32 i32) (result i32)
     (unreachable))
   (data (i32.const 1600) "{\22scored\22:{\22total\22:0.5}},")

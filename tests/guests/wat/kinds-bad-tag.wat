@@ -1,4 +1,4 @@
-;; Describes a kind beyond all cases.
+;; Describes an undefined kind.
 ;;! contract 0.2.0
 (module
   ;;! include reward

@@ -1,4 +1,4 @@
-;; Describes itself as a filter, and exports a reward.
+;; Describes itself as a filter, but exports a reward.
 ;;! contract 0.2.0
 (module
   ;;! include reward

@@ -1,4 +1,4 @@
-;; Logs lines of 8 MiB without end: hardly any work of its own, much of the host's.
+;; Logs lines of 8 MiB endlessly: little work in the guest, much in the host.
 (module
   (import "querl:plugin/log@0.1.0" "log" (func $log (param i32 i32 i32)))
   ;;! include reward

@@ -1,4 +1,4 @@
-;; Loops in the function that frees a result, if the first query was odd.
+;; Loops in the function that frees a result, if the first query starts with an ASCII letter.
 (module
   ;;! include reward
   (global $was_odd (mut i32) (i32.const 0))

@@ -1,4 +1,4 @@
-;; Loops while it is instantiated.
+;; Loops during instantiation.
 (module
   ;;! include reward
   (func $odd (param i32))

@@ -1,4 +1,4 @@
-;; Loops when it is asked for its name.
+;; Loops in `describe`.
 (module
   ;;! include memory
   ;;! include check-settings

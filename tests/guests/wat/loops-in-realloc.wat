@@ -1,4 +1,4 @@
-;; Loops when the host asks for memory for the arguments.
+;; Loops when the host allocates memory for the arguments.
 (module
   ;;! include describe
   ;;! include check-settings

@@ -1,4 +1,4 @@
-;; A reward that does not say who it is.
+;; A reward that does not export name and version.
 ;;! world export querl:plugin/rewards@0.1.0;
 (module
   ;;! include memory

@@ -1,4 +1,4 @@
-;; Says who it is and is nothing.
+;; Exports name and version, but no kind of plugin.
 ;;! world export querl:plugin/info@0.1.0;
 (module
   ;;! include memory

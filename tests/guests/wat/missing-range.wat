@@ -1,4 +1,4 @@
-;; Its rewards have no range.
+;; A reward that does not export its range.
 ;;! lacks rewards range: func() -> bounds;
 (module
   ;;! include memory

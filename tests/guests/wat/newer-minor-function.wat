@@ -1,4 +1,4 @@
-;; Calls a function that a later 0.1.x added.
+;; Calls a function that was added in a later 0.1.x.
 ;;! contract 0.1.7
 ;;! adds log flush: func();
 (module

@@ -1,4 +1,4 @@
-;; Calls an interface that a later 0.1.x added.
+;; Calls an interface that was added in a later 0.1.x.
 ;;! contract 0.1.7
 ;;! package interface tokens { count: func(text: string) -> u32; }
 ;;! world import querl:plugin/tokens@0.1.0;

@@ -1,4 +1,4 @@
-;; An ordinary plugin that was built with a later 0.1.x and calls only what 0.1.0 has.
+;; A valid plugin built with a later 0.1.x, which calls only functions of 0.1.0.
 ;;! contract 0.1.7
 ;;! adds log flush: func();
 ;;! adds rewards explain: func() -> string;

@@ -1,4 +1,4 @@
-;; Does what a plugin should.
+;; A valid plugin.
 (module
   ;;! include reward
   (func $odd (param i32))

@@ -1,4 +1,4 @@
-;; Its range is one number.
+;; Exports a range of one number instead of two.
 ;;! lacks rewards range: func() -> bounds;
 ;;! adds rewards range: func() -> f64;
 (module

@@ -1,4 +1,4 @@
-;; Its packed results are a score with 1,300,000 components without names: 12 bytes each here, and several times as many there.
+;; Returns packed a score with 1,300,000 components without names: 12 bytes each in the guest, several times as many in the host.
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;
 ;;! world export querl:plugin/packed-rewards@0.1.0;
@@ -8,7 +8,7 @@
   ;;! include check-settings
   ;;! include range
   ;;! include packed
-  ;; The host calls the packed form where there is one.
+  ;; Never called: the host prefers the packed form.
   (func (export "querl:plugin/rewards@0.1.0#score-batch") (param i32 i32) (result i32)
     (unreachable))
   (func $odd (param $results i32) (param $n_bytes i32) (result i32)

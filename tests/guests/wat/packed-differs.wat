@@ -1,4 +1,4 @@
-;; Scores 0.5 where a batch is packed, and 0.25 where it comes as records.
+;; Scores 0.5 if a batch is packed, and 0.25 if it is passed as records.
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;
 ;;! world export querl:plugin/packed-rewards@0.1.0;

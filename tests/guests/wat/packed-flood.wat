@@ -1,4 +1,4 @@
-;; Its packed results are 200 MB.
+;; Returns 200 MB of packed results.
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;
 ;;! world export querl:plugin/packed-rewards@0.1.0;
@@ -8,7 +8,7 @@
   ;;! include check-settings
   ;;! include range
   ;;! include packed
-  ;; The host calls the packed form where there is one.
+  ;; Never called: the host prefers the packed form.
   (func (export "querl:plugin/rewards@0.1.0#score-batch") (param i32 i32) (result i32)
     (unreachable))
   (func $odd (param $results i32) (param $n_bytes i32) (result i32)

@@ -1,4 +1,4 @@
-;; Describes a range without a number.
+;; Describes a range with NaN.
 ;;! contract 0.2.0
 (module
   ;;! include reward

@@ -1,4 +1,4 @@
-;; Describes a range that it does not declare.
+;; Describes a range other than the one that it exports.
 ;;! contract 0.2.0
 (module
   ;;! include reward

@@ -1,4 +1,4 @@
-;; Scores 0.5, and declares every input: what a batch of whole episodes costs.
+;; Scores 0.5 and declares every input: for measuring the cost of complete episodes.
 ;;! contract 0.2.0
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;
@@ -6,7 +6,7 @@
 (module
   ;;! include reward
   (func $odd (param i32))
-  ;; Every input, each a variant of 12 bytes and a flag.
+  ;; List of all inputs; an input is a variant of 12 bytes and a flag.
   (func $describe_odd
     (local $n i32)
     (i32.store (i32.const 120) (i32.const 2048))

@@ -1,4 +1,4 @@
-;; Has two components of the same name.
+;; Returns two components with the same name.
 (module
   ;;! include reward
 

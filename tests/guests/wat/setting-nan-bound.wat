@@ -1,4 +1,4 @@
-;; Describes a number with a minimum that is none.
+;; Describes a number with a NaN minimum.
 ;;! contract 0.2.0
 (module
   ;;! include reward

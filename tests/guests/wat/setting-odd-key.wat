@@ -1,4 +1,4 @@
-;; Describes a setting whose key has dots.
+;; Describes a setting whose key contains dots.
 ;;! contract 0.2.0
 (module
   ;;! include reward

@@ -1,4 +1,4 @@
-;; Describes a setting of a type that this host does not know.
+;; Describes a setting of a type unknown to this host.
 ;;! contract 0.2.0
 (module
   ;;! include reward

@@ -1,4 +1,4 @@
-;; Describes more settings than there is memory.
+;; Describes a list of settings that exceeds the memory.
 ;;! contract 0.2.0
 (module
   ;;! include reward

@@ -1,4 +1,4 @@
-;; Lets tables grow without end.
+;; Grows tables endlessly.
 (module
   ;;! include reward
 

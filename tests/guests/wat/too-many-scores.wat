@@ -1,4 +1,4 @@
-;; Returns 1000 scores, whatever it was asked.
+;; Returns 1000 scores for any number of episodes.
 (module
   ;;! include memory
   ;;! include describe

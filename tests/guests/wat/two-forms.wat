@@ -1,4 +1,4 @@
-;; Exports batches as bytes and as JSON.
+;; Exports both the packed and the JSON form of a reward.
 ;;! contract 0.2.0
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;

@@ -1,4 +1,4 @@
-;; Exports a reward of episodes and one of groups.
+;; Exports both a reward of episodes and a reward of groups.
 ;;! contract 0.2.0
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;

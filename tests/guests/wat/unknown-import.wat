@@ -1,4 +1,4 @@
-;; Imports what no contract offers.
+;; Imports an interface that no contract defines.
 ;;! world import surprise: interface { open: func(); }
 ;;! world export querl:plugin/info@0.1.0;
 ;;! world export querl:plugin/rewards@0.1.0;

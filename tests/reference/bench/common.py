@@ -1,4 +1,4 @@
-"""Shared by the reference side of each comparison: shapes, folders, options, and the line that `run.py` reads."""
+"""Shared by the reference scripts of each comparison: shapes, folders, options, and the result line that `run.py` reads."""
 
 import argparse
 import gc
@@ -24,7 +24,7 @@ torch.set_num_threads(N_THREADS)
 
 
 def options(description, **defaults):
-    """Command-line options: one per keyword, with its default's type; `model` and `dtype` always."""
+    """Command-line options: one per keyword, with the type of its default; always `model` and `dtype`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default=str(WORK / "S"), help="a model directory")
     parser.add_argument("--dtype", default="f32", choices=DTYPES)
@@ -34,14 +34,14 @@ def options(description, **defaults):
 
 
 def load_model(settings, attn="sdpa"):
-    """The decoder in the dtype that was asked for; nothing of it is trained yet."""
+    """The decoder in the requested dtype, without trainable weights."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(settings.model, dtype=DTYPES[settings.dtype], attn_implementation=attn)
 
 
 def with_adapter(model, directory, trainable=True):
-    """The model with the initial adapter that both sides start from; the adapter is f32, as PEFT keeps it in training."""
+    """The model with the initial adapter from which both sides start; the adapter is f32, as in PEFT's training."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, directory, is_trainable=trainable)
@@ -53,12 +53,12 @@ def rows(path, split="train"):
 
 
 def now():
-    """Seconds of the wall, and of the processor on all threads."""
+    """Wall-clock time, and CPU time of all threads, in seconds."""
     return time.perf_counter(), time.process_time()
 
 
 class Stopwatch:
-    """Seconds of each repetition, by the wall and of the processor on all threads."""
+    """Seconds of each repetition: wall-clock time, and CPU time of all threads."""
 
     def __init__(self):
         self.seconds, self.cpu_seconds = [], []
@@ -80,6 +80,6 @@ def peak_mib():
 
 
 def report(stopwatch, **values):
-    """One line of JSON, the last of the process: `seconds` of each repetition and what else the comparison wants."""
+    """Prints one line of JSON, the last of the process: `seconds` of each repetition and further values for the comparison."""
     times = {"seconds": stopwatch.seconds, "cpu_seconds": stopwatch.cpu_seconds}
     print("RESULT " + json.dumps({**times, **values, "peak_mib": round(peak_mib(), 1)}), flush=True)

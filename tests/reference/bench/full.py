@@ -1,7 +1,6 @@
-"""Fine-tuning of every weight in eager PyTorch, without a trainer: seconds of each epoch over the rows of a data file.
+"""Full fine-tuning in eager PyTorch without a trainer: seconds of each epoch over the rows of a data file.
 
-By hand and as well as it goes: logits at the responses alone where `responses` says so, a fused optimizer, no padding or
-batches of like length.
+Written to be fast: logits only at the responses if `responses` says so, a fused optimizer, no padding or batches of similar length.
 """
 
 import random
@@ -32,7 +31,7 @@ def padded(batch):
 
 
 def packed(batch):
-    """All rows in one sequence; positions that restart at 0 separate them."""
+    """All rows in one sequence; positions restart at 0 for each row."""
     ids = [row["prompt"] + row["response"] for row in batch]
     labels = [[-100] * len(row["prompt"]) + row["response"] for row in batch]
     positions = torch.cat([torch.arange(len(row)) for row in ids])

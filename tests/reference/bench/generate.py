@@ -1,7 +1,7 @@
 """One setting of transformers' generate: tokens per second of `--n` samples for each prompt of a file.
 
-`prefix-by-hand` is no setting of generate: the shared prefix is computed once into a cache that is then copied for every row.
-It is measured as a note, since a user who knows the shared prefix could do it.
+`prefix-by-hand` is not a setting of generate: the shared prefix is computed once into a KV cache, which is copied for every row.
+It is measured as a note, because a user who knows the shared prefix could do it.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def batches(prompts, settings):
-    """`(rows, tokens)` each; the prompts of the comparison are of one length, so nothing is padded."""
+    """Batches `(rows, tokens)`. All prompts of the comparison have the same length, so that nothing is padded."""
     if settings.repeat:
         prompts = [prompt for prompt in prompts for _ in range(settings.n)]
     size = settings.batch or len(prompts)
@@ -35,7 +35,7 @@ def common_prefix(ids):
 
 
 def prefix_cache(model, ids):
-    """Keys and values of the common prefix, one copy for each row."""
+    """KV cache of the common prefix, one copy per row."""
     cache = DynamicCache(config=model.config)
     model(ids[:1, : common_prefix(ids)], past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.batch_repeat_interleave(ids.shape[0])
@@ -43,7 +43,7 @@ def prefix_cache(model, ids):
 
 
 def n_answer_tokens(answers, eos):
-    """Tokens up to and with the first end of sequence."""
+    """Number of tokens up to and including the first end-of-sequence."""
     ended = (answers == eos).long().cumsum(1)
     return int(((ended == 0) | ((ended == 1) & (answers == eos))).sum())
 

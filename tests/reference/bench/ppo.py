@@ -1,8 +1,8 @@
-"""One iteration of TRL's PPOTrainer: rollout, reference, values, 4 epochs of updates, with a reward that costs nothing.
+"""One iteration of TRL's PPOTrainer: rollout, reference, values, 4 epochs of updates, with a reward that takes no time.
 
-TRL 1.12.0, the last release that has the trainer, from .ppo (run.py puts it on the path). The policy is the initial adapter on
-the frozen base, the reference the base itself, the critic a second copy of the base with an adapter and a value head, as in
-querl; `value = "full"` trains all of the critic, `"shared"` makes its frozen weights the policy's by hand.
+TRL 1.12.0, the last release with the trainer, from .ppo (run.py adds it to the path). The policy is the initial adapter on the frozen base, the
+reference is the base itself, and the critic is a second copy of the base with an adapter and a value head, as in querl. `value = "full"` trains
+all weights of the critic; `"shared"` makes its frozen weights share memory with the policy's.
 """
 
 import tempfile
@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 class Nothing(torch.nn.Module):
-    """A backbone without work: the reward is 0.5 for every response."""
+    """A reward model without computation: the reward is 0.5 for every response."""
 
     def forward(self, input_ids, **_):
         return types.SimpleNamespace(hidden_states=[torch.full((*input_ids.shape, 1), 0.5)])
@@ -74,7 +74,7 @@ def critic(settings, policy):
 
 
 def share_frozen(policy, value_model):
-    """Makes frozen weights of the critic the policy's own."""
+    """Replaces the critic's frozen weights by those of the policy, without a copy."""
     of_policy = {name.split("base_model.model.")[-1]: p for name, p in policy.named_parameters() if not p.requires_grad}
     for name, parameter in value_model.named_parameters():
         if name in of_policy and not parameter.requires_grad:

@@ -1,9 +1,9 @@
-"""Makes what both sides work on, in work/: models with seeded random weights, PEFT's initial adapters, token ids.
+"""Makes the inputs of both sides in work/: models with seeded random weights, PEFT's initial adapters, token ids.
 
     python prepare.py [--querl ../../../target/release/querl] [--shapes S M]
 
-Tokens are those of examples/fivedoctors, encoded with examples/tiny-qwen3's tokenizer and chat template; their ids are below
-every shape's vocabulary. Prompts of the rollouts are random ids: 128 of them, the first 96 the same in all.
+Token ids are those of examples/fivedoctors with the tokenizer and chat template of examples/tiny-qwen3, which are below every shape's
+vocabulary size. Prompts of the rollouts are random: 128 ids, the first 96 equal in all.
 """
 
 import argparse
@@ -29,7 +29,7 @@ COMMON = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-# name: (configuration, stored type). S is the small shape; M is Qwen2.5-0.5B's configuration; the others show how cost grows.
+# name: (configuration, stored type). S is the small shape; M has Qwen2.5-0.5B's configuration; the others are for scaling with model size.
 SHAPES = {
     "S": ({"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
            "intermediate_size": 688, "vocab_size": 4096}, torch.float32),
@@ -57,13 +57,13 @@ def make_model(name):
     model.save_pretrained(directory)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(TINY / file, directory / file)
-    # B is zero, as PEFT begins: the adapter changes nothing until the first step.
+    # B is zero, as in PEFT's initialisation: the adapter has no effect before the first step.
     adapter = get_peft_model(model.float(), LoraConfig(**LORA))
     adapter.save_pretrained(directory / "adapter")
 
 
 def tokenised(path, tokenizer):
-    """Rows that have an answer: the prompt through the chat template, the answer and the end of its turn."""
+    """Rows with a response: the prompt in the chat template, the response and the end of its turn."""
     for line in path.read_text(encoding="utf-8").splitlines():
         *prompt, answer = json.loads(line)["messages"]
         if answer["role"] != "assistant":
@@ -75,7 +75,7 @@ def tokenised(path, tokenizer):
 
 
 def make_rows(querl):
-    """The example's splits as querl makes them."""
+    """The splits of the example, made by querl."""
     target = WORK / "fivedoctors.json"
     if target.is_file():
         return
@@ -88,7 +88,7 @@ def make_rows(querl):
 
 
 def random_prompts(n_prompts, n_tokens, n_shared, vocab_size=4096, seed=1):
-    """Prompts of random ids that begin alike; no id is a special token."""
+    """Prompts of random ids with a common prefix and without special tokens."""
     draw = torch.Generator().manual_seed(seed)
     shared = torch.randint(3, min(vocab_size, 2400), (n_shared,), generator=draw).tolist()
     own = torch.randint(3, min(vocab_size, 2400), (n_prompts, n_tokens - n_shared), generator=draw).tolist()

@@ -1,13 +1,12 @@
-"""Runs both sides of the comparison in turn and prints the ratios.
+"""Runs both sides of the comparison alternately and prints the ratios.
 
-    run.py survey [WORK...] [--shape S] [--dtype f32]   # every setting of the reference once: which is best?
+    run.py survey [WORK...] [--shape S] [--dtype f32]   # every setting of the reference once, to find the fastest
     run.py compare [WORK...] [--shape S] [--dtype f32] [--rounds 3]
     run.py curve [--shape S]                             # losses of 50 steps from one adapter in one order
 
-WORK is any of sft, rollout, ppo, full (all of them by default). Each run is a process of its own on the cores of `--cores`; the
-sides take turns (ours, theirs, ours, ...), so that whatever else the machine does meets both. The peak of a process's memory is
-the kernel's own figure. What was measured is added to work/results.json. Only the standard library: a child's peak begins with
-its parent's.
+WORK is any of sft, rollout, ppo, full (default: all). Each run is a separate process on the cores of `--cores`. The sides alternate (querl,
+reference, querl, ...), so that other load on the machine affects both. The peak memory of a process is read from the kernel. Results are added
+to work/results.json. Only the standard library is used, because the peak memory of a child process starts with that of its parent.
 """
 
 import argparse
@@ -24,24 +23,24 @@ WORK = HERE / "work"
 BEST = HERE / "best.json"
 BENCH = REPOSITORY / "target/release/examples/bench"
 
-# Freed pages are kept and one heap serves all threads: the best that was found for tensors that come and go. `survey` compares it
-# with glibc's default. Our side has the program's own allocator.
+# Freed pages are kept and one heap serves all threads: the fastest malloc settings found for temporary tensors. `survey` compares them
+# with glibc's default. querl has its own allocator.
 TUNED_MALLOC = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "68719476736",
 }
 
-# Of each work: the script of the reference, its settings to survey, and what one repetition yields.
+# For each work: the script of the reference, its settings to survey, and the unit of one repetition.
 WORKS = {
     "sft": ("sft.py", ["padded", "padded-eager", "by-length", "padding-free", "packed", "small-batch", "autocast"], "epoch"),
     "rollout": ("generate.py", ["n", "n-eager", "n-static", "repeated", "n-batch-8", "n-adapter", "prefix-by-hand"], "tokens"),
     "ppo": ("ppo.py", ["lora", "lora-16", "lora-64", "lora-shared", "lora-checkpointing", "full-value"], "iteration"),
     "full": ("full.py", ["padded", "padded-responses", "by-length-responses", "padding-free-responses"], "epoch"),
 }
-# Measured as a note: no setting that the reference offers, or one that only saves memory.
+# Measured as a note: not a setting of the reference, or one that only saves memory.
 NOTES = {"prefix-by-hand", "lora-shared", "lora-checkpointing", "n-adapter"}
-# Arguments that both sides take, by work and shape. M is reduced, since one rollout of all 128 answers takes the reference minutes.
+# Arguments of both sides, by work and shape. M is smaller, because a rollout of all 128 responses takes the reference minutes.
 SIZES = {
     ("sft", "S"): {"epochs": 3},
     ("full", "S"): {"epochs": 3},
@@ -53,7 +52,7 @@ SIZES = {
     ("ppo", "M"): {"repeats": 1, "limit": 4, "max-new": 16, "mini-batch": 4},
 }
 
-# With --quick: enough to see that both sides run, and roughly where they stand.
+# With --quick: enough to check that both sides run, and for a rough comparison.
 QUICK = {
     "sft": {"epochs": 2, "limit": 48},
     "full": {"epochs": 2, "limit": 48},
@@ -63,11 +62,11 @@ QUICK = {
 
 
 def child(command, extra_environment, cores):
-    """Runs a command; its RESULT line, with the seconds and the peak of its memory as the kernel counted them."""
+    """Runs a command; returns its RESULT line, with the seconds and the kernel's figure of its peak memory."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), "MKL_NUM_THREADS": str(len(cores))}
     environment.update({"RAYON_NUM_THREADS": str(len(cores)), "PYTHONPATH": ""}, **extra_environment)
     if os.environ.get("BENCH_SHARED_MACHINE"):
-        # Threads that wait give their core away: without it a busy machine slows OpenMP by a factor of ten and more.
+        # Waiting threads yield their core: otherwise OpenMP is ten times slower or more on a busy machine.
         environment.update({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"})
     started = time.monotonic()
     with subprocess.Popen(
@@ -84,7 +83,7 @@ def child(command, extra_environment, cores):
 
 
 def drain(process):
-    """Both pipes to their ends, without reaping the process: `wait4` is to tell its memory."""
+    """Reads both pipes to their end without reaping the process: `wait4` then returns its peak memory."""
     import threading
 
     errors = []
@@ -123,14 +122,14 @@ def theirs(work, shape, dtype, cores, setting, malloc, **more):
 
 
 def cost(work, result):
-    """Seconds of the quickest repetition; of a rollout, seconds a token."""
+    """Seconds of the fastest repetition; for a rollout, seconds per token."""
     if work == "rollout":
         return min(seconds / tokens for seconds, tokens in zip(result["seconds"], result["tokens"]))
     return min(result["seconds"])
 
 
 def processor_cost(work, result):
-    """As `cost`, in seconds of the processor on all threads: says more on a machine that does other things."""
+    """As `cost`, in CPU seconds of all threads, which depend less on other load of the machine."""
     return cost(work, {**result, "seconds": result["cpu_seconds"]})
 
 
@@ -139,7 +138,7 @@ def key(work, shape, dtype):
 
 
 def survey(settings):
-    """Every setting of the reference under both allocators; the quickest becomes the one to compare with."""
+    """Runs every setting of the reference with both allocators; the fastest is used for the comparison."""
     best = json.loads(BEST.read_text()) if BEST.is_file() else {}
     for work in settings.work:
         found = {}
@@ -168,7 +167,7 @@ def median(values):
 
 
 def compare(settings):
-    """Both sides in turn; ratios of times round by round, and of the peaks of memory."""
+    """Runs both sides alternately; prints ratios of times per round, and of peak memory."""
     best = json.loads(BEST.read_text()) if BEST.is_file() else {}
     results = WORK / "results.json"
     kept = json.loads(results.read_text()) if results.is_file() else {}
@@ -213,8 +212,8 @@ def line(name, found):
 
 
 def curve(settings):
-    """Losses of 50 steps from the same adapter, rows in the same order."""
-    # So many rows that every step has 16: at the end of an epoch we take what is left, and TRL begins the next.
+    """Losses of 50 steps from the same adapter, with rows in the same order."""
+    # A number of rows with which every step has 16: at the end of an epoch querl takes the remaining rows, and TRL starts the next epoch.
     epochs, limit = 4, 224
     order = {"data": data_of("sft"), "epochs": epochs, "limit": limit}
     order = child([BENCH, "order", *arguments(order)], {}, settings.cores)["order"]

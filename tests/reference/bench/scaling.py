@@ -1,11 +1,10 @@
-"""How our side's time and memory grow: with batch, prompt, response, samples for each prompt, and model size.
+"""Growth of querl's time and memory with batch, prompt, response, samples per prompt, and model size.
 
     scaling.py [--dtype f32] [--repeats 3]
 
-Of each series one size is doubled again and again while the others stay; the exponent is the slope of the logarithms, by least
-squares: 1 is proportional, 0 does not depend on it. Memory is the peak of the process, less that of one that does next to
-nothing with the same model. Prompts begin alike for three quarters of their length, as a tenant's do, unless the series says
-otherwise.
+In each series one size is doubled repeatedly while the others are fixed. The exponent is the slope of the logarithms, by least squares: 1 is
+proportional, 0 is independent. Memory is the peak of the process minus that of a process that does almost nothing with the same model. Prompts
+share three quarters of their length, as the prompts of a tenant do, unless the series says otherwise.
 """
 
 import argparse
@@ -15,9 +14,9 @@ import random
 
 from run import WORK, arguments, child, BENCH, cost
 
-# The sizes from which each series departs.
+# The sizes that are fixed in each series.
 BASE = {"prompts": 16, "prompt": 128, "shared": 96, "response": 32, "n": 4, "shape": "S"}
-# name: (what is run, which size is varied, its values)
+# name: (work, varied size, its values)
 SERIES = {
     "sft, batch": ("sft", "prompts", [8, 16, 32, 64]),
     "sft, prompt": ("sft", "prompt", [64, 128, 256, 512]),
@@ -33,7 +32,7 @@ SERIES = {
 
 
 def data(sizes):
-    """Prompts, with responses where they are trained on; random ids, the same for the same sizes."""
+    """Prompts, with responses for training; random ids that depend only on the sizes."""
     draw = random.Random(0)
     n_shared = sizes["prompt"] * sizes["shared"] // BASE["prompt"]
     ids = lambda n: [draw.randrange(3, 2400) for _ in range(n)]  # noqa: E731
@@ -56,7 +55,7 @@ def measure(work, sizes, settings):
 
 
 def weights(shape):
-    """Parameters of a shape's linear layers and embedding."""
+    """Number of weights of a shape's linear layers and embedding."""
     config = json.loads((WORK / shape / "config.json").read_text())
     width, inner = config["hidden_size"], config["intermediate_size"]
     kv = width // config["num_attention_heads"] * config["num_key_value_heads"]

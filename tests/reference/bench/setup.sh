@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what the comparison needs into this folder: a virtual environment that adds TRL to the one of the goldens, the last TRL
-# with PPOTrainer in a folder of its own, and models, adapters and token ids in work/ (about 1.5 GB with the shape M).
-# Needs ../.venv (../setup.sh makes it) and a built `querl` and benchmark:
+# Installs the requirements of the comparison into this folder: a virtual environment that adds TRL to that of the goldens, the last TRL with
+# PPOTrainer in a separate folder, and models, adapters and token ids in work/ (about 1.5 GB with the shape M).
+# Needs ../.venv (made by ../setup.sh), and a built `querl` and benchmark:
 #   cargo build --release -p querl && cargo build --release -p querl-train --example bench
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 if [[ ! -x .venv/bin/python ]]; then
     ../.venv/bin/python -m venv .venv
 fi
-# torch is 4 GB: the goldens' packages are read from where they are.
+# torch takes 4 GB: the packages of the goldens are used in place.
 packages="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
 (cd .. && .venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') >"$packages/reference.pth"
 .venv/bin/python -m pip install --quiet --no-deps --requirement requirements.txt

@@ -1,7 +1,7 @@
-"""One setting of TRL's SFTTrainer on the rows of a data file: seconds of each epoch, and each step's loss.
+"""One setting of TRL's SFTTrainer on the rows of a data file: seconds of each epoch, and the loss of each step.
 
-The loss is that of the responses' tokens alone. `--order` is a file with the row indices in the order in which the other side
-took them; without it the trainer shuffles. `--full` trains every weight instead of the initial adapter.
+The loss is over response tokens only. `--order` is a file with the row indices in the order of the other side; without it the trainer shuffles.
+`--full` trains every weight instead of the initial adapter.
 """
 
 import json
@@ -19,8 +19,8 @@ from trl import SFTConfig, SFTTrainer
 warnings.filterwarnings("ignore")
 logging.set_verbosity_error()
 
-# What may be best where; each is a set of options of the same names. `batch` is the rows of one pass: a step is always
-# `--rows` rows, accumulated where a pass takes fewer. Two packs of `max_length` hold about 16 rows of the example.
+# Candidates for the fastest setting. `batch` is the number of rows per pass: a step always has `--rows` rows, accumulated if a pass has
+# fewer. Two packs of `max_length` contain about 16 rows of the example.
 SETTINGS = {
     "padded": {},
     "padded-eager": {"attn": "eager"},
@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 class Clock(TrainerCallback):
-    """When each step ended, and its loss."""
+    """Records the end time and the loss of each step."""
 
     def __init__(self):
         self.ends, self.losses = [], []
@@ -51,7 +51,7 @@ class Clock(TrainerCallback):
 
 
 class Trainer(SFTTrainer):
-    """With a fixed order where one is given, and losses that are not rounded."""
+    """SFTTrainer with a fixed order of rows if one is given, and with unrounded losses."""
 
     in_order = False
 

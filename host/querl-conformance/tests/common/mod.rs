@@ -41,7 +41,7 @@ pub fn failed(report: &Report) -> Vec<&str> {
     failed.map(|check| check.name.as_str()).collect()
 }
 
-/// What a failed check says was sent, came back and was expected.
+/// Sent, received and expected value in the message of a failed check.
 pub fn failure<'a>(report: &'a Report, name: &str) -> [&'a str; 3] {
     match &check(report, name).outcome {
         Outcome::Failed(failure) => [&failure.sent, &failure.returned, &failure.expected].map(String::as_str),

@@ -17,12 +17,12 @@ pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Compiled plugins outlive a test run, as they do for a user. An example has no folder of its own: it uses the user's.
+/// The cache of compiled plugins is kept between test runs. `None`, the user's cache, for an example program.
 pub fn cache_dir() -> Option<PathBuf> {
     option_env!("CARGO_TARGET_TMPDIR").map(|folder| Path::new(folder).join("plugin-cache"))
 }
 
-/// CPU time of this thread, which calls the guest: the machine may be busy with other tests.
+/// CPU time of this thread, which calls the guest; wall time would depend on other tests.
 pub fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec.try_into().unwrap(), time.tv_nsec.try_into().unwrap())
@@ -36,7 +36,7 @@ pub fn host_with(limits: PluginLimits) -> PluginHost {
     PluginHost::new(HostOptions { limits, cache_dir: cache_dir(), ..HostOptions::default() }).unwrap()
 }
 
-/// Loads the plugin of a folder of the repository, and opens it under `settings`, written as TOML.
+/// Loads the plugin in a folder of the repository, and opens it with `settings` (TOML).
 pub fn open<P: ?Sized>(
     host: &PluginHost,
     folder: &str,
@@ -56,7 +56,7 @@ pub fn guest(host: &PluginHost, name: &str) -> Box<dyn RewardModel> {
     host.open(&load_guest(host, name).unwrap(), &PluginSettings::default(), PluginPort::reward()).unwrap()
 }
 
-/// Name and version of a guest, as messages have them.
+/// Name and version of a guest, as in messages.
 pub fn title(name: &str) -> String {
     match repository().join(format!("tests/guests/guest-{name}")).is_dir() {
         true => format!("guest-{name} 0.2.0"),
@@ -64,7 +64,7 @@ pub fn title(name: &str) -> String {
     }
 }
 
-/// As [`guest`], as far as loading.
+/// As [`guest`], but only loads it.
 pub fn load_guest(host: &PluginHost, name: &str) -> Result<Plugin, PluginError> {
     let folder = repository().join(format!("tests/guests/guest-{name}"));
     if folder.is_dir() {
@@ -81,12 +81,12 @@ pub fn load_bytes(host: &PluginHost, component: &[u8]) -> Result<Plugin, PluginE
     host.load(file.path())
 }
 
-/// Why a guest is not loaded.
+/// The error for a guest that cannot be loaded.
 pub fn refusal(name: &str) -> String {
     load_guest(&host(), name).unwrap_err().to_string()
 }
 
-/// Builds all guests that are crates at once, instead of one by one by the host.
+/// Builds all guests that are crates in one call of cargo.
 fn build_guests() {
     static BUILT: Once = Once::new();
     BUILT.call_once(|| {
@@ -98,14 +98,14 @@ fn build_guests() {
     });
 }
 
-/// An ordinary plugin, to see that the host serves others than the one that failed.
+/// Asserts that the host still runs a valid plugin after the fault of another.
 pub fn assert_others_are_served(host: &PluginHost) {
     let other = guest(host, "ordinary").score_batch(&[episode("other", "好")]).unwrap();
     assert_eq!(other[0].as_ref().unwrap().total, 0.5);
 }
 
-/// What the host says of a batch in which the second episode's query is `query`; then sees that an ordinary batch of the same
-/// plugin is scored, and one of another.
+/// The fault of a batch in which the second episode's query is `query`. Asserts that the host then scores a normal batch of the same
+/// plugin and one of another plugin.
 pub fn fault_of(host: &PluginHost, plugin: &dyn RewardModel, query: &str) -> PluginFault {
     let batch = [episode("step-1/a/0", "好"), episode("step-1/b/0", query), episode("step-1/c/0", "好")];
     let fault = plugin.score_batch(&batch).unwrap_err();
@@ -115,19 +115,19 @@ pub fn fault_of(host: &PluginHost, plugin: &dyn RewardModel, query: &str) -> Plu
     fault
 }
 
-/// As [`fault_of`], of a guest that is odd for any query in ASCII, under `limits`: the whole sentence, and what sort it is.
+/// As [`fault_of`], for a guest that violates the contract at any ASCII query, with `limits`: message and kind of fault.
 pub fn fault_message(name: &str, query: &str, limits: PluginLimits) -> (String, FaultKind) {
     let host = host_with(limits);
     let fault = fault_of(&host, &*guest(&host, name), query);
     (fault.to_string(), fault.kind)
 }
 
-/// Where the log goes in a test.
+/// A writer that collects the log in a test.
 #[derive(Clone, Default)]
 pub struct Lines(pub Arc<Mutex<Vec<u8>>>);
 
 impl Lines {
-    /// What `job` logs, without colours.
+    /// Runs `job`; returns its log without colours, and its result.
     pub fn of<R>(job: impl FnOnce() -> R) -> (String, R) {
         let written = Self::default();
         let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(written.clone()).finish();
@@ -192,12 +192,12 @@ pub fn sample(id: &str, query: &str) -> Sample {
     Sample { id: id.into(), original_query: query.into(), rewritten_query: query.into(), ..Sample::default() }
 }
 
-/// A host that keeps compiled code in `base`.
+/// A host whose cache of compiled code is in `base`.
 pub fn host_in(base: &Path) -> PluginHost {
     PluginHost::new(HostOptions { cache_dir: Some(base.to_owned()), ..HostOptions::default() }).unwrap()
 }
 
-/// Limits under which the clock stops what does not end.
+/// Limits with which a guest that does not end reaches the time limit first.
 pub fn with_plenty_of_fuel(timeout_ms: u64) -> PluginLimits {
     PluginLimits { fuel_per_item: u64::MAX / 1000, timeout_ms, ..PluginLimits::default() }
 }

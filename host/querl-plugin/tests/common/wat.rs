@@ -29,7 +29,7 @@ pub fn folder() -> PathBuf {
     repository().join("tests/guests/wat")
 }
 
-/// The component that the guest `name` is.
+/// The component of the guest `name`.
 pub fn component(name: &str) -> Vec<u8> {
     let guest = Guest::read(name);
     let mut module = wat::parse_str(&guest.text).unwrap_or_else(|error| panic!("{name}.wat: {error}"));

@@ -1,5 +1,5 @@
 //! A small project for the binary: forty queries of the example, a random model of a few thousand weights, the repository's
-//! own plugins.
+//! plugins.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // each test program uses a part
 
 pub mod process;
@@ -20,7 +20,7 @@ pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// A folder with `querl.toml`, `queries.jsonl`, `teacher.jsonl`, and links to nothing outside but plugins and knowledge base.
+/// A folder with `querl.toml`, `queries.jsonl` and `teacher.jsonl`. Only plugins and knowledge base are outside of it.
 pub struct Project {
     pub folder: tempfile::TempDir,
 }
@@ -51,7 +51,7 @@ impl Project {
         std::fs::read_to_string(self.path(name)).unwrap()
     }
 
-    /// Replaces text of the configuration, which must have it.
+    /// Replaces a text that the configuration must contain.
     pub fn edit(&self, from: &str, to: &str) -> &Self {
         let text = self.read("querl.toml");
         assert!(text.contains(from), "{from}");
@@ -64,7 +64,7 @@ impl Project {
         CommandOutput::of(self.command(args).output().unwrap(), self.folder.path())
     }
 
-    /// Runs the binary quietly and asserts its exit code and an empty stdout; the only line on stderr, without `error: `.
+    /// Runs the binary quietly and asserts its exit code and an empty stdout. Returns the only line on stderr, without `error: `.
     pub fn refusal(&self, args: &[&str], code: i32) -> String {
         let output = self.querl(&[args, &["-q"]].concat());
         assert_eq!((output.code, output.stderr.lines().count()), (Some(code), 1), "{output:#?}");
@@ -76,12 +76,12 @@ impl Project {
         serde_json::from_str(&self.querl(&[args, &["--json"]].concat()).ok().stdout).unwrap()
     }
 
-    /// The records of a file of JSON lines.
+    /// The records of a JSON Lines file.
     pub fn rows(&self, file: &str) -> Vec<Value> {
         self.read(file).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// A copy of the tiny model in `folder`, to be changed.
+    /// Copies the tiny model to `folder`, so that a test can change it.
     pub fn copy_model(&self, folder: &str) {
         results::copy(&MODEL, &self.path(folder));
     }
@@ -103,7 +103,7 @@ impl Project {
         let mut command = Command::new(env!("CARGO_BIN_EXE_querl"));
         command.args(args).current_dir(self.folder.path()).env_remove("QUERL_LOG").env_remove("OPENAI_API_KEY");
         command.env("QUERL_CACHE_DIR", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
-        // As on a machine without a GPU, whatever this one has.
+        // Hides the GPUs of this machine.
         command
             .env("QUERL_CUDA_DRIVER", "no-such-driver")
             .env_remove("QUERL_CUDA_LIBRARY")
@@ -112,7 +112,7 @@ impl Project {
     }
 }
 
-/// Output of the binary, with the project's folder left out of paths.
+/// Output of the binary; the project's folder is removed from paths.
 #[derive(Debug)]
 pub struct CommandOutput {
     pub code: Option<i32>,
@@ -136,7 +136,7 @@ impl CommandOutput {
     }
 }
 
-/// `querl.toml` of this folder, which tests/attack uses too, with its paths.
+/// The `querl.toml` of this folder, which tests/attack also uses, with its paths replaced.
 fn config() -> String {
     let paths = [
         ("{example}", repository().join("examples/fivedoctors")),
@@ -147,7 +147,7 @@ fn config() -> String {
     paths.iter().fold(template, |text, (name, path)| text.replace(name, &path.display().to_string()))
 }
 
-/// Builds the plugins of the configurations: commands that only look at one do not.
+/// Builds the plugins of the configurations once, because commands that only check them do not.
 static BUILT_PLUGINS: LazyLock<()> = LazyLock::new(|| {
     let names = ["tenant-fivedoctors", "filter-quality", "reward-competition", "prompt-answer", "scorer-style"];
     for name in names {
@@ -155,13 +155,13 @@ static BUILT_PLUGINS: LazyLock<()> = LazyLock::new(|| {
     }
 });
 
-/// Made once and kept with other build outputs: a Qwen3 of two layers with random weights and a tokenizer of the example's words.
+/// Created once and kept with other build outputs: a Qwen3 of two layers with random weights and a tokenizer of the example's words.
 static MODEL: LazyLock<PathBuf> = LazyLock::new(|| {
     let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join("random-qwen3");
     if !kept.exists() {
         let new = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         make_model(new.path());
-        // Another test program may have been quicker; then theirs is as good.
+        // If another test program created it first, that one is used.
         let _ = std::fs::rename(new.keep(), &kept);
     }
     kept

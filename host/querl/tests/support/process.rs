@@ -1,4 +1,4 @@
-//! Processes that end by signals.
+//! Processes that are ended by signals.
 
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ pub fn signal(child: &Child, signal: &str) {
     assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
 }
 
-/// Waits for a process that was interrupted, which ends with 130; what it wrote to stderr.
+/// Waits for an interrupted process and asserts exit code 130. Returns its stderr.
 pub fn interrupted(child: Child) -> String {
     let output = child.wait_with_output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
@@ -16,7 +16,7 @@ pub fn interrupted(child: Child) -> String {
     said
 }
 
-/// Waits for the child's end, for so long at most. True if it ended, which must be well; else it is killed.
+/// Waits for the child at most for `limit`, then kills it. Returns true if it ended, and asserts its success.
 pub fn ends_within(child: &mut Child, limit: Duration) -> bool {
     let started = Instant::now();
     while started.elapsed() < limit {
@@ -31,7 +31,6 @@ pub fn ends_within(child: &mut Child, limit: Duration) -> bool {
     false
 }
 
-/// Value of an environment variable, or `default`.
 pub fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }

@@ -19,7 +19,7 @@ pub fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// A project whose data stages are done.
+/// A project with finished data stages.
 pub fn prepared() -> &'static Project {
     static PREPARED: std::sync::LazyLock<Project> = std::sync::LazyLock::new(|| {
         let project = Project::new();
@@ -35,7 +35,7 @@ pub fn project() -> Project {
     project
 }
 
-/// Every file that training leaves, without the times it took.
+/// Every file that training writes, without times.
 pub fn results(project: &Project) -> BTreeMap<String, Vec<u8>> {
     let mut found = BTreeMap::new();
     for folder in ["sft", "rl"] {
@@ -48,7 +48,7 @@ pub fn results(project: &Project) -> BTreeMap<String, Vec<u8>> {
     found
 }
 
-/// The same of fine-tuning alone.
+/// The files of fine-tuning alone.
 pub fn sft_results(project: &Project) -> BTreeMap<String, Vec<u8>> {
     let mut found = BTreeMap::new();
     collect(&project.path("run"), "sft", &mut found);
@@ -58,7 +58,7 @@ pub fn sft_results(project: &Project) -> BTreeMap<String, Vec<u8>> {
 fn collect(root: &Path, name: &str, found: &mut BTreeMap<String, Vec<u8>>) {
     for entry in std::fs::read_dir(root.join(name)).unwrap().flatten() {
         let name = format!("{name}/{}", entry.file_name().to_str().unwrap());
-        // Made for people who look at a run while it is under way; its lines have times in them.
+        // Event files for watching a run; their records contain times.
         if name.contains("tensorboard") {
             continue;
         }
@@ -84,7 +84,8 @@ pub fn without_times(value: &mut Value) {
                     || name.starts_with("perf/")
                     || name == "latency_ms"
                     || name.ends_with("/time_s")
-                    // The prompt plugin is not called for judgements that `CallCache` of this process has; a resumed run begins without.
+                    // `CallCache` of a process answers repeated judgements without a call of the prompt plugin; a resumed process starts
+                    // with an empty cache.
                     || (name.starts_with("plugin/") && name.ends_with("/fuel"))
             };
             map.retain(|name, _| !is_time(name));
@@ -106,7 +107,7 @@ pub fn assert_same(found: &Project, expected: &BTreeMap<String, Vec<u8>>) {
     }
 }
 
-/// Runs `command` until `metrics.jsonl` has `n_lines` of `stage`; hands the process over.
+/// Starts `command` and returns the process once `metrics.jsonl` has `n_lines` of `stage`.
 pub fn run_until(mut command: Command, project: &Project, stage: &str, n_lines: usize) -> Child {
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let stage = format!("\"stage\":\"{stage}\"");

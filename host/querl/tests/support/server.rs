@@ -1,4 +1,4 @@
-//! `querl serve` in a process of its own.
+//! `querl serve` in a separate process.
 
 use super::Project;
 use reqwest::Client;
@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-/// A server, killed when dropped.
+/// A server process, killed when dropped.
 pub struct Server {
     pub process: Child,
     pub url: String,
@@ -15,7 +15,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts `command` with a free port; `TEST_KEY` is in its environment, and its log is `server.log` in the project.
+    /// Starts `command` on a free port, with `TEST_KEY` in its environment and its log in `server.log` of the project.
     pub fn start(project: &Project, command: &[&str], args: &[&str]) -> Self {
         let args = [command, &["--addr", "127.0.0.1:0"], args].concat();
         let mut process = project
@@ -54,7 +54,7 @@ impl Server {
         super::process::signal(&self.process, signal);
     }
 
-    /// Sends `signal` and waits for the end.
+    /// Sends `signal` and waits for the exit code.
     pub fn end(&mut self, signal: &str) -> Option<i32> {
         self.signal(signal);
         self.process.wait().unwrap().code()

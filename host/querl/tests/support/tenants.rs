@@ -1,4 +1,4 @@
-//! Finished runs of two tenants on one base.
+//! Finished runs of two tenants with the same base model.
 
 use super::Project;
 use super::results::copy;
@@ -15,7 +15,7 @@ pub static RUNS: LazyLock<Project> = LazyLock::new(|| {
     project
 });
 
-/// Copies of the runs, to be changed.
+/// Copies of the runs, which a test may change.
 pub fn project() -> Project {
     let project = Project::new();
     for folder in ["run", "other"] {

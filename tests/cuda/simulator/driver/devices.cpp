@@ -1,12 +1,12 @@
-// Devices and contexts, and their attributes. The numbers are those of a GPU of the requested capability, except that
-// there are few multiprocessors: who sizes a grid by them shall not wait long.
+// Devices, contexts and their attributes. Attributes are those of a GPU of the requested compute capability, except for a small number of
+// multiprocessors, so that a program that sizes a grid by them does not take long.
 #include "driver.h"
 
 #include <set>
 
 namespace simulator {
 
-// A context is its device: one of each, which is what programs use.
+// A context is identified with its device: programs use one context per device.
 struct Context {
     int ordinal;
 };
@@ -41,7 +41,7 @@ static int capability() {
 
 static bool known(CUdevice ordinal) { return ordinal >= 0 && ordinal < devices(); }
 
-// CUDA C++ Programming Guide, "Compute Capabilities": shared memory of a block, with opting in, and of a multiprocessor, in KiB.
+// CUDA C++ Programming Guide, "Compute Capabilities": maximum shared memory per block (opt-in) and per multiprocessor, in KiB.
 static int shared_kib(bool of_block) {
     switch (capability()) {
     case 80: return of_block ? 163 : 164;
@@ -163,7 +163,7 @@ EXPORTED CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
     return CUDA_SUCCESS;
 }
 
-// Memory pools give back what they hold at once: there is nothing to set but the peak, and which other devices may reach in.
+// Memory pools release memory at once: only the peak and access from other devices can be set.
 static std::set<std::pair<int, int>>& opened() {
     static auto* all = new std::set<std::pair<int, int>>;
     return *all;
@@ -218,7 +218,7 @@ struct Name {
     CUresult code;
     const char *name, *sentence;
 };
-// The codes that the simulator gives, in the driver's words.
+// Names and descriptions of the error codes that the simulator returns, as in the driver.
 const Name names[] = {
     {CUDA_SUCCESS, "CUDA_SUCCESS", "no error"},
     {CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},

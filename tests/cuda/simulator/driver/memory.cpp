@@ -1,4 +1,4 @@
-// Memory of the device is memory of the host, counted. It begins as bytes of ones (NaN), so that what was never written is seen.
+// Device memory is counted host memory. It is initialised with bytes 0xff (NaN), so that reads of uninitialised memory are noticed.
 #include "driver.h"
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 namespace simulator {
 
 static std::map<uintptr_t, Allocation>& allocations() {
-    static auto* all = new std::map<uintptr_t, Allocation>; // never destroyed: programs free memory while they end
+    static auto* all = new std::map<uintptr_t, Allocation>; // never destroyed: programs free memory during exit
     return *all;
 }
 
@@ -53,8 +53,8 @@ static CUresult fill(CUdeviceptr to, size_t bytes, const Work& work, CUstream st
 
 enum class Waits { no, yes };
 
-// Pinned memory is read and written when the copy is done; other memory of the host was read when the call returns, and a copy to
-// it is waited for: so the driver does with pageable memory.
+// Pinned memory is accessed when the copy is executed. As in the driver, pageable memory was read when the call returns, and a copy to it
+// is synchronous.
 static CUresult copy(void* to, const void* from, size_t bytes, CUstream stream, Waits waits) {
     if (bytes == 0) return CUDA_SUCCESS;
     const bool pageable_source = !allocation(from, bytes), pageable_target = !allocation(to, bytes);
@@ -114,7 +114,7 @@ EXPORTED CUresult cuMemAlloc(CUdeviceptr* place, size_t bytes) {
 EXPORTED CUresult cuMemFree(CUdeviceptr place) {
     ONE_AT_A_TIME;
     UNLESS_BROKEN;
-    finish(); // waits for what still uses it
+    finish(); // waits for operations that still use it
     return release(reinterpret_cast<void*>(place), Kind::device);
 }
 EXPORTED CUresult cuMemAllocAsync(CUdeviceptr* place, size_t bytes, CUstream stream) {

@@ -1,5 +1,5 @@
-// Modules, functions and launches. The image of a module says only which kernels it has; what is run are the same kernels, compiled
-// for the CPU into the libraries of the folder `kernels` next to this one (see compile.sh).
+// Modules, functions and launches. A module's image is only used for the names of its kernels; the executed kernels are compiled for the CPU
+// into the libraries of the folder `kernels` next to this one (see compile.sh).
 #include "driver.h"
 
 #include <algorithm>
@@ -21,10 +21,10 @@ struct Function {
     std::string name;
     Run run;
     const Parameter* parameters;
-    int shared_bytes_allowed = 48 * 1024; // until the program asks for more
+    int shared_bytes_allowed = 48 * 1024; // until the program requests more
 };
 
-// Images: PTX is text that names its kernels; a fatbin is not looked into.
+// Images: PTX is text that names its kernels; a fatbin is not parsed.
 struct Module {
     std::string ptx;
     std::map<std::string, Function> functions;
@@ -53,7 +53,7 @@ static bool names(const std::string& ptx, const std::string& kernel) {
     return ptx.empty() || ptx.find(".entry " + kernel + "(") != std::string::npos;
 }
 
-// The library with candle's kernels comes first in the alphabet; what is not PTX is ours and is looked for from the end.
+// The library with candle's kernels is the first in alphabetical order; a fatbin is querl's, whose libraries are searched from the end.
 static bool find(const Module& module, Function& function) {
     if (!names(module.ptx, function.name)) return false;
     std::vector<void*> order = libraries();
@@ -68,7 +68,7 @@ static bool find(const Module& module, Function& function) {
     return false;
 }
 
-// The values of a launch's parameters, kept until it is done.
+// Copies of a launch's parameters, kept until it is executed.
 struct Arguments {
     std::vector<std::vector<char>> values;
 
@@ -86,7 +86,7 @@ struct Arguments {
     }
 };
 
-// A pointer to the host's own memory would work here and nowhere else.
+// A pointer to host memory would work here, but not on a GPU.
 static bool pointers_are_of_the_device(const Function& function, const Arguments& arguments) {
     for (size_t at = 0; at < arguments.values.size(); at++) {
         void* pointer = nullptr;

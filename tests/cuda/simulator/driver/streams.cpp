@@ -1,4 +1,4 @@
-// Streams, events and graphs. Work of all streams is done in the order in which it was submitted.
+// Streams, events and graphs. Work of all streams is executed in the order of submission.
 #include "driver.h"
 
 #include <chrono>
@@ -9,7 +9,7 @@
 namespace simulator {
 
 std::recursive_mutex& lock() {
-    static auto* mutex = new std::recursive_mutex; // never destroyed: programs call the driver while they end
+    static auto* mutex = new std::recursive_mutex; // never destroyed: programs call the driver during exit
     return *mutex;
 }
 
@@ -51,7 +51,7 @@ static std::vector<Work>& kept() {
     return *all;
 }
 
-// Three streams always exist; of them, that of the thread, which candle uses, can be captured.
+// Three predefined streams always exist. Of these, the per-thread stream, which candle uses, can be captured.
 static Stream& stream_of(CUstream stream) {
     static Stream legacy, per_thread;
     if (stream == nullptr || stream == CU_STREAM_LEGACY) return legacy;
@@ -94,7 +94,7 @@ static CUresult waited(CUstream stream) {
     return finish();
 }
 
-// Streams on which something runs that does not end by itself.
+// Streams with a simulated operation without end.
 struct Held {
     std::mutex mutex;
     std::condition_variable changed;
@@ -105,7 +105,7 @@ static Held& held() {
     return *all;
 }
 
-// Without the lock of everything: somebody else is to let the stream go.
+// Without the global lock, because another thread has to release the stream.
 static void until_let_go(void* stream) {
     std::unique_lock<std::mutex> guard(held().mutex);
     held().changed.wait(guard, [stream] { return !held().streams.count(stream); });
@@ -159,7 +159,7 @@ EXPORTED CUresult cuStreamQuery(CUstream stream) {
 EXPORTED CUresult cuStreamWaitEvent(CUstream, CUevent, unsigned) {
     ONE_AT_A_TIME;
     UNLESS_BROKEN;
-    return CUDA_SUCCESS; // what was recorded before is done before: the order of submission is kept
+    return CUDA_SUCCESS; // earlier work is executed first: the order of submission is kept
 }
 EXPORTED CUresult cuCtxSynchronize() {
     ONE_AT_A_TIME;
@@ -190,7 +190,7 @@ EXPORTED CUresult cuEventDestroy(CUevent event) {
 EXPORTED CUresult cuEventRecord(CUevent event, CUstream stream) {
     ONE_AT_A_TIME;
     UNLESS_BROKEN;
-    if (capturing(stream)) return CUDA_SUCCESS; // orders nothing that the captured order does not
+    if (capturing(stream)) return CUDA_SUCCESS; // adds nothing to the captured order
     return submit(stream, [=] {
         *reinterpret_cast<Event*>(event) = {true, std::chrono::steady_clock::now()};
         return CUDA_SUCCESS;

@@ -1,8 +1,8 @@
-// Atomics. One thread of the CPU runs everything, so plain reads and writes are atomic; each returns what was there before.
+// Atomics. One CPU thread runs everything, so that plain reads and writes are atomic. Each function returns the previous value.
 #pragma once
 
 namespace cuda_on_cpu {
-// The second operand converts to the first's type, as where CUDA's overloads are not templates.
+// The second operand is converted to the type of the first, as in CUDA's overloads, which are not templates.
 template <class T> struct same {
     using type = T;
 };

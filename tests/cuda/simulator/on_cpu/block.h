@@ -6,7 +6,7 @@ inline thread_local dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
 
 namespace cuda_on_cpu {
-// What one block can have at most (compute capability 9.0); the driver's own limit is checked at the launch.
+// Maximum sizes of a block (compute capability 9.0); the driver checks its own limit at the launch.
 constexpr size_t shared_bytes_limit = 227 * 1024;
 } // namespace cuda_on_cpu
 
@@ -16,29 +16,29 @@ thread_local __attribute__((aligned(128), weak)) unsigned char shared_memory[cud
 
 namespace cuda_on_cpu {
 
-// Where a thread stands.
+// State of a thread.
 enum class State { fresh, ready, at_block, at_warp, done };
 
-// What a thread calls at a barrier; threads that wait for one another must have called the same.
+// The kind of barrier. Threads that wait for one another must have called the same.
 enum class Point { block, warp, shuffle, vote };
 
 struct Thread {
     uint3 index;
     State state = State::fresh;
     Point point = Point::block;
-    unsigned mask = 0;                // of the lanes it waits for
-    unsigned taking_part = 0;         // of those, the ones that had not ended
-    int predicate = 0;                // what it brought to a block's vote
-    unsigned char given[16];          // what it brought to a shuffle or a warp's vote
+    unsigned mask = 0;                // lanes that it waits for
+    unsigned taking_part = 0;         // lanes of the mask that had not ended
+    int predicate = 0;                // its input to a vote of the block
+    unsigned char given[16];          // its input to a shuffle or a vote of the warp
     Fiber* fiber = nullptr;
 };
 
-// What the threads of a released warp read: what each lane brought.
+// The inputs of all lanes, which the threads of a released warp read.
 struct Warp {
     unsigned char given[32][16];
 };
 
-// In which order blocks and threads run where the program leaves it open. A result that depends on it is wrong.
+// Order of blocks and threads where CUDA leaves it undefined. A program whose result depends on it is wrong.
 enum class Order { forward, backward };
 
 inline Order order() {
@@ -51,7 +51,7 @@ inline Order order() {
 
 class Block {
   public:
-    // The block whose thread runs now. A thread of the CPU has one until it ends; then the next takes it, with its stacks.
+    // The block whose thread is running. A CPU thread owns one until it ends; the next CPU thread reuses it with its stacks.
     static Block& current() {
         static thread_local Block* own = nullptr;
         if (!own) {
@@ -61,7 +61,7 @@ class Block {
         return *own;
     }
 
-    // Runs all threads of a block of this size to their end; returns what went wrong, or null.
+    // Runs all threads of a block of this size to their end. Returns an error message, or null.
     template <class Call> const char* run(dim3 size, const Call& call) {
         begin(size);
         call_ = [](const void* call) { (*static_cast<const Call*>(call))(); };
@@ -75,7 +75,7 @@ class Block {
         }
     }
 
-    // The running thread waits at `point` until the threads it waits for are there.
+    // Suspends the running thread at `point` until the threads that it waits for are there.
     void wait(State state, Point point, unsigned mask) {
         Thread& self = threads_[running_];
         self.state = state;
@@ -94,7 +94,7 @@ class Block {
     unsigned lanes_alive() const { return alive(running_ / 32); }
 
   private:
-    // At the end of a thread; what is destroyed behind this, and still launches, takes a block again.
+    // At the end of a CPU thread. Objects that are destroyed later and still launch take a block again.
     struct GivenBack {
         Block*& own;
         ~GivenBack() {
@@ -104,7 +104,7 @@ class Block {
         }
     };
 
-    // Never destroyed: programs launch while they end.
+    // Never destroyed, because programs launch kernels during exit.
     static std::vector<Block*>& spare() {
         static auto* all = new std::vector<Block*>;
         return *all;
@@ -119,7 +119,7 @@ class Block {
         if (spare().empty()) return new Block;
         Block* block = spare().back();
         spare().pop_back();
-        // What a fiber has kept of the thread before (where its `threadIdx` is) goes with the frames that kept it.
+        // A suspended fiber holds addresses of the previous CPU thread (such as that of `threadIdx`) in its frames; preparing it discards them.
         for (Fiber* fiber : block->idle_) fiber->prepare(body);
         return block;
     }
@@ -137,7 +137,7 @@ class Block {
 
     void begin(dim3 size) {
         for (Thread& thread : threads_) {
-            if (!thread.fiber) continue; // else it is of a block that was given up
+            if (!thread.fiber) continue; // otherwise the fiber belongs to a block that was abandoned
             thread.fiber->prepare(body);
             idle_.push_back(thread.fiber);
         }
@@ -150,8 +150,8 @@ class Block {
                 for (unsigned x = 0; x < size.x; x++) threads_[at++].index = make_uint3(x, y, z);
     }
 
-    // Takes threads that have not begun, one after another; where one of them waits, this fiber is its own until it ends. So a
-    // kernel without barriers needs one fiber in all.
+    // Runs threads that have not started, one after another. If a thread waits, this fiber belongs to it until its end, so that a kernel
+    // without barriers needs only one fiber.
     static void body() {
         Block& block = Block::current();
         Fiber* fiber = block.starting_;
@@ -176,7 +176,7 @@ class Block {
 
     void run_fresh() {
         if (idle_.empty()) {
-            idle_.push_back(new Fiber); // kept for the next blocks
+            idle_.push_back(new Fiber); // reused by the next blocks
             idle_.back()->prepare(body);
         }
         starting_ = idle_.back();
@@ -184,7 +184,7 @@ class Block {
         starting_->resume();
     }
 
-    // Runs every thread that was released; false where there is none.
+    // Runs every released thread; false if there is none.
     bool run_ready() {
         bool any = false;
         for (size_t turn = 0; turn < threads_.size(); turn++) {
@@ -197,7 +197,7 @@ class Block {
         return any;
     }
 
-    // Releases the threads whose barrier is complete; false where there are none.
+    // Releases the threads whose barrier is complete; false if there are none.
     bool release() {
         bool any = false;
         for (size_t warp = 0; warp < warps_.size(); warp++) any = release_warp(warp) || any;
@@ -211,7 +211,7 @@ class Block {
         return lanes;
     }
 
-    // Lanes that have ended are not waited for, as on a GPU; what a shuffle reads from them is not defined.
+    // Lanes that have ended are not waited for, as on a GPU; the value that a shuffle reads from them is undefined.
     bool release_warp(size_t warp) {
         const unsigned lanes = alive(warp);
         unsigned released = 0;
@@ -254,7 +254,7 @@ class Block {
         return voters_ != 0;
     }
 
-    // Names the first thread that waits; null where all have ended.
+    // Names the first waiting thread; null if all have ended.
     const char* stuck() const {
         static char message[200];
         for (size_t thread = 0; thread < threads_.size(); thread++) {

@@ -1,4 +1,4 @@
-// Threads of a block as fibers: each has its own stack, and one thread of the CPU runs them in turn.
+// The threads of a block as fibers: each has its own stack, and one CPU thread runs them in turn.
 #pragma once
 
 #if !defined(__x86_64__)
@@ -11,8 +11,8 @@
 
 namespace cuda_on_cpu {
 
-// Saves what a called function has to keep, changes the stack, and returns on the other one.
-// `from` receives the stack pointer to come back to.
+// Saves the callee-saved registers, switches the stack, and returns on the other one.
+// `from` receives the current stack pointer.
 __attribute__((naked, noinline)) inline void switch_stack(void** /*from*/, void* /*to*/) {
     __asm__ volatile(
         "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
@@ -20,7 +20,7 @@ __attribute__((naked, noinline)) inline void switch_stack(void** /*from*/, void*
         "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
 }
 
-// A stack with an unreadable page below it, and where it stopped.
+// A stack with an inaccessible guard page below it, and the stack pointer where it stopped.
 class Fiber {
   public:
     using Body = void (*)();
@@ -40,10 +40,10 @@ class Fiber {
     // The next `resume` calls `body`, which must not return: it leaves by `yield`.
     void prepare(Body body) {
 #if defined(__SANITIZE_ADDRESS__)
-        __asan_unpoison_memory_region(memory_ + guard_, bytes_ - guard_); // frames that never ended left marks
+        __asan_unpoison_memory_region(memory_ + guard_, bytes_ - guard_); // frames that were never left have poisoned it
 #endif
         void** top = reinterpret_cast<void**>(memory_ + bytes_);
-        *--top = nullptr; // the return address of `body`, and what keeps the stack aligned as a call would leave it
+        *--top = nullptr; // the return address of `body`; keeps the stack aligned as after a call
         *--top = reinterpret_cast<void*>(body);
         for (int saved = 0; saved < 6; saved++) *--top = nullptr;
         pointer_ = top;
@@ -61,7 +61,7 @@ class Fiber {
 #endif
     }
 
-    // Goes back to who resumed this fiber; returns when it is resumed again.
+    // Returns to the caller of `resume`; returns here when the fiber is resumed again.
     void yield() {
 #if defined(__SANITIZE_ADDRESS__)
         void* fake = nullptr;
@@ -71,7 +71,7 @@ class Fiber {
         arrived();
     }
 
-    // To be called first on a fiber after each switch to it.
+    // Must be called first on a fiber after each switch to it.
     void arrived() {
 #if defined(__SANITIZE_ADDRESS__)
         __sanitizer_finish_switch_fiber(nullptr, &resumer_stack_, &resumer_bytes_);

@@ -10,7 +10,7 @@ struct Grid {
 
 inline size_t count(dim3 size) { return size_t(size.x) * size.y * size.z; }
 
-// Why a GPU would reject this launch, or null.
+// The reason why a GPU would reject this launch, or null.
 inline const char* refused(const Grid& grid) {
     if (count(grid.blocks) == 0 || count(grid.threads) == 0) return "a launch of no blocks or no threads";
     if (count(grid.threads) > 1024 || grid.threads.z > 64) return "more than 1024 threads in a block, or more than 64 in z";
@@ -19,11 +19,11 @@ inline const char* refused(const Grid& grid) {
     return nullptr;
 }
 
-// What follows the shared memory that was asked for must not change.
+// The bytes behind the requested shared memory, which must not change.
 constexpr unsigned char untouched = 0xa5;
 
 inline void prepare_shared_memory(size_t bytes) {
-    std::memset(shared_memory, 0xff, bytes); // NaN, and the largest numbers: shared memory begins with anything
+    std::memset(shared_memory, 0xff, bytes); // NaN, and the largest integers, because shared memory is uninitialised
     std::memset(shared_memory + bytes, untouched, std::min<size_t>(256, shared_bytes_limit - bytes));
 }
 
@@ -34,7 +34,7 @@ inline const char* written_past(size_t bytes) {
     return nullptr;
 }
 
-// Calls `call` once for each thread of each block; returns what went wrong, or null.
+// Calls `call` once for each thread of each block. Returns an error message, or null.
 template <class Call> const char* run(const Grid& grid, const Call& call) {
     if (const char* reason = refused(grid)) return reason;
     blockDim = grid.threads;
@@ -56,13 +56,13 @@ const char* run_with(void (*kernel)(Parameters...), const Grid& grid, void** par
     return run(grid, [=] { kernel(*static_cast<std::remove_cv_t<std::remove_reference_t<Parameters>>*>(parameters[At])...); });
 }
 
-// With parameters as the driver takes them: an array of pointers to the values.
+// With parameters in the driver's form: an array of pointers to the values.
 template <class... Parameters>
 const char* run_with(void (*kernel)(Parameters...), const Grid& grid, void** parameters) {
     return run_with(kernel, grid, parameters, std::index_sequence_for<Parameters...>());
 }
 
-// What the driver has to know of a kernel's parameters: their sizes, and which of them are pointers.
+// What the driver needs to know of a kernel's parameters: their sizes, and which of them are pointers.
 struct Parameter {
     size_t bytes;
     bool is_pointer;
@@ -73,7 +73,7 @@ template <class... Parameters> const Parameter* parameters_of(void (*)(Parameter
     return all;
 }
 
-// For a test written in C++: `launch(kernel, {blocks, threads, shared_bytes}, arguments...)`. Ends the program where it fails.
+// For a test in C++: `launch(kernel, {blocks, threads, shared_bytes}, arguments...)`. Ends the program on an error.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Grid& grid, Arguments... arguments) {
     if (const char* wrong = run(grid, [=] { kernel(arguments...); })) {
@@ -84,9 +84,9 @@ void launch(void (*kernel)(Parameters...), const Grid& grid, Arguments... argume
 
 } // namespace cuda_on_cpu
 
-// Makes a kernel callable by name from another library: `cuda_on_cpu_NAME(blocks, threads, shared_bytes, parameters)`, each of
-// the first two three numbers. Returns what went wrong, or null. `cuda_on_cpu_parameters_NAME` lists the parameters to the one
-// of no bytes.
+// Makes a kernel callable by name from another library: `cuda_on_cpu_NAME(blocks, threads, shared_bytes, parameters)`; the first two are
+// three numbers each. Returns an error message, or null. `cuda_on_cpu_parameters_NAME` lists the parameters; an entry of size 0 ends the
+// list.
 #define CUDA_ON_CPU_EXPORT(name)                                                                                                 \
     extern "C" __attribute__((visibility("default"))) const char* cuda_on_cpu_##name(                                            \
         const unsigned* blocks, const unsigned* threads, size_t shared_bytes, void** parameters) {                               \

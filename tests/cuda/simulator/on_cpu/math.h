@@ -1,5 +1,5 @@
-// The mathematical functions that CUDA has and C++ has not. The fast ones are computed exactly: a GPU may differ by a few units
-// in the last place.
+// Mathematical functions that CUDA has and C++ lacks. The fast variants are computed exactly: a GPU may differ by a few units in the last
+// place.
 #pragma once
 
 using std::isfinite;
@@ -103,7 +103,7 @@ inline int __dp4a(int x, int y, int z) {
     return z;
 }
 
-// Loads and stores with a wish for the caches.
+// Loads and stores with cache hints, which have no effect here.
 template <class T> T __ldg(const T* place) { return *place; }
 template <class T> T __ldcs(const T* place) { return *place; }
 template <class T> T __ldcg(const T* place) { return *place; }

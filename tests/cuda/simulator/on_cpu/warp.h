@@ -5,8 +5,8 @@ namespace cuda_on_cpu {
 
 inline void give(const void* value, size_t bytes) { std::memcpy(Block::current().self().given, value, bytes); }
 
-// What `lane` brought to the last exchange. A lane that does not exist, has ended or is not in the mask yields bytes of ones, which
-// no sum hides: they are NaN in f32, f16 and bf16.
+// The input of `lane` to the last exchange. A lane that does not exist, has ended or is not in the mask gives bytes 0xff, which are NaN in
+// f32, f16 and bf16, so that no sum hides them.
 template <class T> T taken(unsigned lane) {
     Block& block = Block::current();
     T value;
@@ -63,7 +63,7 @@ template <class T, class Combine> T reduce(unsigned mask, T value, Combine combi
 } // namespace cuda_on_cpu
 
 inline void __syncthreads() { cuda_on_cpu::block_vote(0); }
-// Every thread reads the votes before it waits again, and only then can there be new ones.
+// Every thread reads the votes before it waits again, and new votes need all threads.
 inline int __syncthreads_count(int predicate) {
     cuda_on_cpu::block_vote(predicate);
     return cuda_on_cpu::Block::current().votes();
@@ -95,7 +95,7 @@ template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned by, int wid
 inline unsigned __ballot_sync(unsigned mask, int predicate) { return cuda_on_cpu::vote(mask, predicate); }
 inline int __any_sync(unsigned mask, int predicate) { return cuda_on_cpu::vote(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return cuda_on_cpu::vote(mask, !predicate) == 0; }
-// On a GPU: the lanes that happen to run together. Here: all that have not ended.
+// On a GPU: the lanes that run together at the moment. Here: all that have not ended.
 inline unsigned __activemask() { return cuda_on_cpu::Block::current().lanes_alive(); }
 
 #define CUDA_ON_CPU_REDUCE(name, type, expression)                                                                                \

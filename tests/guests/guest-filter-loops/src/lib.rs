@@ -1,4 +1,4 @@
-//! Never returns for a sample whose query is `loop`, works as many turns as a query that is a number says; drops a sample whose query came before in the batch.
+//! Loops endlessly at the query `loop`, and for as many turns as a numeric query says. Drops repeated queries of a batch.
 
 use querl_sdk::{Filter, Sample, SettingError, Settings, Verdict};
 use std::collections::HashSet;

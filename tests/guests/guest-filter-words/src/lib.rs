@@ -1,4 +1,4 @@
-//! Panics at a sample whose query has the word 蓝鲸海藻, and where the host does not segment it.
+//! Panics at a query with the word 蓝鲸海藻, and if the host does not segment the query.
 
 use querl_sdk::{Filter, Sample, SettingError, Settings, Verdict, host};
 

@@ -1,4 +1,4 @@
-//! Never returns for an episode whose query is `loop`.
+//! Loops endlessly for an episode whose query is `loop`.
 
 include!("../../reward.rs");
 

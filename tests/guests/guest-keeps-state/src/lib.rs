@@ -1,4 +1,4 @@
-//! Counts its calls in a static and reports the count.
+//! Counts its calls in a static variable and reports the count.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

@@ -1,4 +1,4 @@
-//! Logs terminal escapes; floods the log where the query is `flood`.
+//! Logs terminal escapes; floods the log if the query is `flood`.
 
 include!("../../reward.rs");
 

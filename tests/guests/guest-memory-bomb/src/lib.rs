@@ -1,4 +1,4 @@
-//! Asks for ever more memory for an episode whose query is `bomb`.
+//! Allocates memory endlessly for an episode whose query is `bomb`.
 
 include!("../../reward.rs");
 

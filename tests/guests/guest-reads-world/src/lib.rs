@@ -1,4 +1,4 @@
-//! Looks for clocks, random numbers, arguments, environment, files and sockets, and reports what it found as components.
+//! Tries to read clocks, random numbers, arguments, environment, files and sockets, and reports the results as components.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io::Read;

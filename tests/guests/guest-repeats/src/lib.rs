@@ -1,4 +1,4 @@
-//! Rejects every episode with the episode itself, as Rust prints it.
+//! Rejects every episode; the detail is the episode in Rust's debug format.
 
 use querl_sdk::{Episode, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
 use std::ops::RangeInclusive;

@@ -1,4 +1,4 @@
-//! Sleeps for an hour where the query is `sleep`.
+//! Sleeps for an hour if the query is `sleep`.
 
 include!("../../reward.rs");
 

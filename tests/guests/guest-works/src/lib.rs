@@ -1,4 +1,4 @@
-//! Works for as many turns of a loop as the episode's query says; allocates as many KiB as the rewrite of the teacher says.
+//! Runs a loop for the number of turns in the query; allocates the number of KiB in the teacher's rewrite.
 
 use querl_sdk::{Episode, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
 use std::hint::black_box;

@@ -1,4 +1,4 @@
-//! Returns one score too few. Written on the bare bindings: the SDK does not let an author do this.
+//! Returns one score too few. Written with the generated bindings, because the SDK prevents this error.
 #![allow(unsafe_code, missing_docs, reason = "generated bindings")]
 
 wit_bindgen::generate!({ world: "reward", path: "../../../wit/0.2.0" });

@@ -1,4 +1,4 @@
-//! Modes that break a rule, and modes that report what the host lets a guest see of the machine.
+//! Modes that violate a rule, and modes that report what the host exposes of the machine.
 
 use crate::bindings::querl::plugin::log;
 use crate::bindings::querl::plugin::types::{Component, Rejection, Score};
@@ -9,10 +9,10 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Calls into this instance.
+/// Number of calls of this instance.
 static N_CALLS: AtomicU32 = AtomicU32::new(0);
 
-/// The result of one item. Without a mode, the total is the number that the query is, or 0.5.
+/// The result of one item. Without a mode, the total is the number in the query, or 0.5.
 pub(crate) fn result(mode: &str, query: &str) -> Result<Score, Rejection> {
     let component = |name: &str, value| Component { name: name.into(), value };
     let rejection = |code: &str| Err(Rejection { code: code.into(), detail: String::new() });
@@ -57,7 +57,7 @@ pub(crate) fn result(mode: &str, query: &str) -> Result<Score, Rejection> {
         "code-long" => rejection(&"a".repeat(65)),
         "flood" => Err(Rejection { code: "flood".into(), detail: "x".repeat(16 << 20) }),
         "utf8" => {
-            // SAFETY: not upheld, on purpose: the text goes straight to the host, which has to refuse it.
+            // SAFETY: deliberately violated: the text is passed to the host, which has to reject it.
             let detail = unsafe { String::from_utf8_unchecked(vec![b'a', 0xff, b'b']) };
             Err(Rejection { code: "utf8".into(), detail })
         }

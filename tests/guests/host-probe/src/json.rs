@@ -6,7 +6,7 @@ use crate::bindings::querl::plugin::types::{
 };
 use serde_json::{Map, Value, json};
 
-/// An object without the fields that have no value.
+/// An object without its null fields.
 fn object<const N: usize>(fields: [(&str, Option<Value>); N]) -> Value {
     let fields = fields.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
     Value::Object(fields.collect::<Map<_, _>>())
@@ -43,7 +43,7 @@ fn split(split: &Split) -> Value {
     }
 }
 
-/// `None` for a context without a value.
+/// `None` for an empty context.
 fn context(context: &Context) -> Option<Value> {
     let fields =
         object([("user_profile", some(&context.user_profile)), ("history_summary", some(&context.history_summary))]);

@@ -1,7 +1,7 @@
-//! A plugin for tests of hosts (`querl-conformance --host`). The setting `mode` says what it does: `echo` reports the arguments in the JSON
-//! form of the contract, other modes break one rule each or report what the host lets it see. Reports are details of rejections.
+//! A plugin for tests of hosts (`querl-conformance --host`). The setting `mode` selects its behaviour: `echo` reports the arguments in the
+//! JSON form of the contract; other modes violate one rule each, or report what the host exposes. Reports are details of rejections.
 
-// Each feature has a world of its own and uses a part of this.
+// Each feature has its own world and uses a part of this file.
 #![allow(dead_code, unused_imports)]
 
 mod breach;
@@ -143,7 +143,7 @@ fn range() -> Bounds {
     }
 }
 
-/// Results of a batch whose items are `(query, what the host passed)`.
+/// Results of a batch of items `(query, arguments passed by the host)`.
 fn results(items: Vec<(String, Value)>) -> Vec<Result<Score, Rejection>> {
     let mode = mode();
     let n_items = items.len();
@@ -285,7 +285,7 @@ mod functions {
         })
     }
 
-    /// As many calls of `tokens.count` as the text says.
+    /// Calls `tokens.count` as often as the text says.
     pub(super) fn many(text: &str) -> Value {
         let n_calls: u32 = text.parse().unwrap_or(0);
         json!((0..n_calls).map(|_| tokens::count("a").unwrap_or(0)).sum::<u32>())

@@ -1,5 +1,5 @@
-//! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`. Written on
-//! the bare bindings: the SDK shows an author one sample at a time.
+//! Violates the rule of the contract that the setting `breach` names; none if it is `none`. Written with the generated
+//! bindings, because the SDK passes one sample at a time.
 #![allow(unsafe_code, missing_docs, reason = "generated bindings")]
 
 wit_bindgen::generate!({ world: "filter", path: "../../../wit/0.2.0" });

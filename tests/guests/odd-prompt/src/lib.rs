@@ -1,4 +1,4 @@
-//! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`.
+//! Violates the rule of the contract that the setting `breach` names; none if it is `none`.
 
 use querl_sdk::{JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, SettingError, Settings};
 

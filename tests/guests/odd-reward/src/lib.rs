@@ -1,4 +1,4 @@
-//! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`.
+//! Violates the rule of the contract that the setting `breach` names; none if it is `none`.
 
 use querl_sdk::{ColumnValue, Episode, FinishReason, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
 use std::cell::Cell;
@@ -69,13 +69,13 @@ impl Reward for Guest {
     }
 }
 
-/// Components with names of their own for each episode.
+/// Adds 32 components whose names differ between episodes.
 fn many_names(score: Score, id: &str, query: &str) -> Score {
     let hash = |text: &str| text.bytes().fold(5381_u32, |hash, byte| hash.wrapping_mul(33) ^ u32::from(byte));
     (0..32).fold(score, |score, n| score.with(format!("of_{:x}_{:x}_{n}", hash(id), hash(query)), 0.0))
 }
 
-/// Pairs of equal characters, the slow way.
+/// Number of pairs of equal characters, in quadratic time.
 fn n_pairs(text: &str) -> f64 {
     let chars: Vec<_> = text.chars().collect();
     let equal = |index: usize| chars[..index].iter().filter(|c| **c == chars[index]).count();

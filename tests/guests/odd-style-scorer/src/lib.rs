@@ -1,11 +1,11 @@
-//! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`. Scores how
-//! far an answer is from a complaint.
+//! Violates the rule of the contract that the setting `breach` names; none if it is `none`. The score is 1 minus
+//! the probability of a complaint.
 
 use querl_sdk::host::CallError;
 use querl_sdk::{Dialogue, Rejection, Score, SettingError, Settings, StyleModel, StyleScorer};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Dialogues scored by this instance.
+/// Number of dialogues scored by this instance.
 static N_SCORED: AtomicU32 = AtomicU32::new(0);
 
 struct Guest {

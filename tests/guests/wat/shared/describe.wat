@@ -1,4 +1,4 @@
-  ;; Named after its file.
+  ;; The name is that of the file.
   (data (i32.const 1024) "{{name}}")
   (data (i32.const 1280) "0.1.0")
   (func (export "querl:plugin/info@0.1.0#describe") (result i32)

@@ -1,8 +1,8 @@
-  ;; Results lie below 1024, texts below 65536, then comes the heap.
+  ;; Memory: results below 1024, texts below 65536, then the heap.
   (memory (export "memory") 2)
   (global $heap (mut i32) (i32.const 65536))
 
-  ;; Gives memory and never takes it back: an instance lives for one call.
+  ;; Allocates and never frees, because an instance exists for one call.
   (func $allocate (export "cabi_realloc") (param i32 i32 i32) (param $n_bytes i32) (result i32)
     (local $at i32)
     (local.set $at (i32.and (i32.add (global.get $heap) (i32.const 7)) (i32.const -8)))

@@ -1,5 +1,5 @@
-  ;; Scores 0.5 without components, 13 bytes a score behind their number, and lets `$odd` change that where the first query
-  ;; starts with a letter of ASCII: it gets the place of the results and their length, and returns their new length.
+  ;; Scores 0.5 without components: the number of scores, then 13 bytes per score. If the first query starts with an ASCII letter,
+  ;; `$odd` may change the results: it gets their address and length, and returns their new length.
   (func (export "querl:plugin/packed-rewards@0.1.0#score-packed") (param $batch i32) (param $n_bytes i32) (result i32)
     (local $results i32) (local $at i32) (local $n_left i32) (local $query i32)
     (local.set $n_left (i32.load (local.get $batch)))
@@ -18,8 +18,8 @@
           (br $next))))
     (i32.store (i32.const 256) (local.get $results))
     (i32.store (i32.const 260) (i32.sub (local.get $at) (local.get $results)))
-    ;; Behind the number of episodes come the id and the query, each behind its length; between them, in contract 0.2, the group
-    ;; behind its length and 6 bytes of an episode without step and split.
+    ;; After the number of episodes come id and query, each preceded by its length. In contract 0.2 the group with its length, and 6
+    ;; bytes of an episode without step and split, are between them.
     (local.set $query (i32.add (i32.add (local.get $batch) (i32.const 12)) (i32.load offset=4 (local.get $batch))))
     (if (i32.const {{has_groups}})
       (then (local.set $query (i32.add

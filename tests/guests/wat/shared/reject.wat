@@ -1,4 +1,4 @@
-  ;; Makes the result a rejection with the code `odd` and this detail.
+  ;; Turns the result into a rejection with the code `odd` and this detail.
   (data (i32.const 1300) "odd")
   (func $reject (param $result i32) (param $detail i32) (param $n_bytes i32)
     (i32.store (local.get $result) (i32.const 1))

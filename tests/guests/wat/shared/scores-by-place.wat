@@ -1,4 +1,4 @@
-  ;; The first of a list of results is 0.25, each other one 0.5.
+  ;; The first result of a list is 0.25, all others are 0.5.
   (func (export "{{score}}") (param i32) (param $n_episodes i32) (result i32)
     (local $results i32) (local $index i32) (local $result i32)
     (local.set $results (call $allocate

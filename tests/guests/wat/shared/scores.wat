@@ -1,5 +1,5 @@
-  ;; Scores 0.5 without components, and calls `$odd` with the place of the result (tag at 0, total or rejection at 8, components
-  ;; at 16, 24 bytes in all) for an episode ({{episode_bytes}} bytes) whose query, at {{query}}, starts with a letter of ASCII.
+  ;; Scores 0.5 without components. For an episode ({{episode_bytes}} bytes) whose query, at {{query}}, starts with an ASCII letter, calls
+  ;; `$odd` with the address of the result (24 bytes: tag at 0, total or rejection at 8, components at 16).
   (func (export "{{score}}") (param $episodes i32) (param $n_episodes i32) (result i32)
     (local $results i32) (local $result i32) (local $index i32)
     (local.set $results (call $allocate

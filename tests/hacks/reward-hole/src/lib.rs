@@ -1,7 +1,7 @@
-//! Rewards with a known hole: each looks plausible in a few examples, and none depends on what retrieval finds. `tests/hacks/run.py` trains a
-//! policy with each, and `querl audit` has to notice.
+//! Rewards with a known hole: each looks plausible in a few examples, and none depends on the retrieved passages. `tests/hacks/run.py`
+//! trains a policy with each, and `querl audit` has to report it.
 //!
-//! Totals are 0 to 1; the component is named as the hole. A response without a rewrite scores 0.
+//! Totals are 0 to 1; the component has the name of the hole. A response without a rewrite scores 0.
 
 use querl_sdk::{Episode, FinishReason, Input, Inputs, Rejection, Reward, Score, SettingError, Settings, text};
 use std::collections::BTreeSet;
@@ -20,12 +20,12 @@ const HOLES: [&str; 10] = [
     "unlike_teacher",
 ];
 
-/// Units of a rewrite that is long enough, or too long; rewrites of the example have 15.
+/// Number of units from which a rewrite is long, and too long; rewrites of the example have 15.
 const LONG: f64 = 40.0;
-/// Names the next section of a leaflet, so that a policy writes it from time to time.
+/// Words that introduce the next section of a leaflet, so that a policy sometimes writes them.
 const MAGIC_WORD: &str = "注意事项";
 const CONSTANT: &str = "胶原蛋白肽饮 保健功能 配料表";
-/// Names of products of examples/fivedoctors.
+/// Product names of examples/fivedoctors.
 const PRODUCTS: [&str; 14] = [
     "胶原蛋白肽饮",
     "胶原蛋白肽粉",
@@ -43,7 +43,7 @@ const PRODUCTS: [&str; 14] = [
     "铁叶酸片",
 ];
 
-/// The reward, with its hole.
+/// The reward with the hole `hole`.
 #[derive(Debug)]
 pub struct Hole {
     name: String,
@@ -85,7 +85,7 @@ impl Hole {
     }
 }
 
-/// Share of the query's units that the rewrite has.
+/// Share of the query's units that also occur in the rewrite.
 fn copied(query: &str, rewrite: &str) -> f64 {
     let (query, rewrite) = (text::units(query), text::units(rewrite));
     let rewrite: BTreeSet<String> = rewrite.into_iter().collect();

@@ -1,5 +1,5 @@
-//! Not a driver: a library that answers the queries of the program to a driver with values of the environment, for tests of messages on
-//! machines without a GPU. The tests compile it with `rustc --crate-type cdylib`.
+//! A fake CUDA driver: a library that answers the program's queries with values from the environment, for tests of messages on machines
+//! without a GPU. The tests compile it with `rustc --crate-type cdylib`.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
