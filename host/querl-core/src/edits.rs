@@ -59,6 +59,14 @@ pub fn is_plain(text: &str) -> bool {
     matches!(Edit::of(text), Edit::Replace(_))
 }
 
+/// Search text of a fine-tuning target; `history` is the summary of the conversation before `query`.
+///
+/// # Errors
+/// The target adds an empty text.
+pub fn search_text(target: &str, query: &str, history: &str) -> Result<String, Rejection> {
+    Edit::of(target).apply(query, history)
+}
+
 /// Parses the rewrite in a response to `query` with the prompt plugin; `history` is the summary of the conversation before the query.
 /// With [`RewriteForm::Edit`], a marker may also follow what the plugin removes, such as thinking, quotes or list marks.
 ///
@@ -176,6 +184,7 @@ mod tests {
         assert_eq!(read(RewriteForm::Edit, &history).unwrap(), "怎么吃 问过鱼油");
         let without = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "", "& 用法").unwrap().unwrap();
         assert_eq!(without, "怎么吃 用法", "no history");
+        assert_eq!(search_text(&append("用法"), "怎么吃", "").unwrap(), "怎么吃 用法");
         let nothing = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "", "\"+\"").unwrap().unwrap_err();
         assert_eq!(nothing.code, "empty_rewrite");
     }

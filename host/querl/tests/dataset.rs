@@ -117,6 +117,33 @@ fn a_run_that_was_exported_is_read_back_as_it_was() {
     }
 }
 
+/// Symptom: with `data.rewrite_form = "edit"` the teacher's rewrites were `=` and `& TEXT`, and were searched literally.
+#[test]
+fn the_edits_of_a_run_are_read_back_as_search_texts() {
+    let project = Project::new();
+    let convert = |others: &[&str]| {
+        let args = ["run", "querl.toml", "--to", "convert", "--set", "data.rewrite_form=edit"];
+        project.querl(&[&args[..], others].concat()).ok();
+    };
+    convert(&["--out", "edits"]);
+    convert(&["--out", "again", "--set", "data.dataset.train=edits/data/train.jsonl"]);
+    let rewrites = project.rows("again/data/rewrites.jsonl");
+    let mut n_edits = 0;
+    for row in project.rows("edits/data/train.jsonl") {
+        assert_eq!(row["metadata"]["rewrite_form"], "edit", "{row}");
+        let last = row["messages"].as_array().unwrap().last().unwrap();
+        let target = last["content"].as_str().unwrap();
+        if last["role"] == "assistant" && target.starts_with(['=', '+', '&']) {
+            n_edits += 1;
+            let read = rewrites.iter().find(|rewrite| rewrite["id"] == row["metadata"]["id"]).unwrap();
+            let (text, query) = (&read["rewrite"]["Ok"]["text"], &row["metadata"]["original_query"]);
+            let starts = text.as_str().unwrap().starts_with(query.as_str().unwrap());
+            assert!(starts && (target == "=") == (text == query), "{target}: {read}");
+        }
+    }
+    assert!(n_edits > 0);
+}
+
 #[test]
 fn a_dataset_that_cannot_be_read_is_refused_with_its_row() {
     let project = Project::new();

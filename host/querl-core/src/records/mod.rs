@@ -18,6 +18,7 @@ pub use episode::{
 };
 pub use evaluation::{EvalRecord, SampleCounts, SecondHits, SystemAnswer};
 
+use crate::config::RewriteForm;
 use serde::{Deserialize, Serialize};
 
 /// One row of the query table.
@@ -313,6 +314,9 @@ pub struct RowMetadata {
     pub top1_score: Option<f64>,
     /// Author of the rewrite: `recorded`, or the name of the model.
     pub source: String,
+    /// Form of the assistant message; `None` in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rewrite_form: Option<RewriteForm>,
     /// Failure or filter code of a row without an assistant message; `""` in the file for others, so that all rows have the same keys
     /// and types. Files of earlier versions lack the key there.
     #[serde(default, with = "empty_for_none")]

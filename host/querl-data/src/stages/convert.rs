@@ -209,7 +209,8 @@ impl Conversion<'_> {
         }
         let by_another = record.rewritten.rewrite.as_ref().ok().and_then(|completion| completion.source.clone());
         let (query, source) = (row.clone(), by_another.unwrap_or_else(|| self.teacher_name.to_owned()));
-        DatasetRow { messages, metadata: RowMetadata { query, top1_score: record.top1_score(), source, dropped } }
+        let (top1_score, rewrite_form) = (record.top1_score(), Some(self.config.rewrite_form));
+        DatasetRow { messages, metadata: RowMetadata { query, top1_score, source, rewrite_form, dropped } }
     }
 }
 

@@ -177,7 +177,8 @@ pub(crate) fn query(id: &str) -> QueryRow {
 }
 
 pub(crate) fn dataset_row(id: &str) -> DatasetRow {
-    let metadata = RowMetadata { query: query(id), top1_score: None, source: "shop".into(), dropped: None };
+    let (query, source) = (query(id), "shop".into());
+    let metadata = RowMetadata { query, top1_score: None, source, rewrite_form: None, dropped: None };
     DatasetRow { messages: vec![Message { role: "user".into(), content: id.into() }], metadata }
 }
 

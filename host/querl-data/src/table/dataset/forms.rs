@@ -2,7 +2,7 @@
 //!
 //! | keys of a row | format |
 //! |---|---|
-//! | `messages` | ms-swift, OpenAI; also `data/train.jsonl` of a run |
+//! | `messages` | ms-swift, OpenAI; also `data/train.jsonl` of a run, whose edits are read as search texts |
 //! | `query`, with `response`, `system` and `history` | ms-swift |
 //! | `prompt` and `completion` as texts or lists of messages | TRL |
 //! | `prompt` as a list of messages, with `reward_model` and `extra_info` | verl |
@@ -11,8 +11,11 @@
 //! and types" of TRL 1.16, `verl/utils/dataset/rl_dataset.py` of verl 0.9.1.
 
 use crate::table::formats::{CellForm, Object, TableCell, typed, value_text};
-use querl_core::records::{ColumnValue, Message, Scalar};
+use querl_core::config::RewriteForm;
+use querl_core::edits;
+use querl_core::records::{ColumnValue, Message, RowMetadata, Scalar};
 use querl_core::scoring::{InlineQuery, RewardQuery};
+use serde::Deserialize;
 use serde_json::Value;
 
 #[derive(Debug, Clone)]
@@ -33,6 +36,7 @@ pub(super) struct DatasetRecord {
 pub(super) fn parse(mut row: Object) -> Result<DatasetRecord, String> {
     row.retain(|_, value| !value.is_null());
     let Conversation { prompt, completion } = Conversation::of(&mut row)?;
+    let completion = completion.map(|text| search_text(text, row.get("metadata"))).transpose()?;
     if let Some(label) = label(&mut row)? {
         let columns = label.columns.0.iter().map(|(name, value)| (name.clone(), cell_of(value))).collect();
         let completion = completion.or(label.baseline);
@@ -112,6 +116,18 @@ impl Conversation {
             }
             _ => Ok(Self { prompt, completion }),
         }
+    }
+}
+
+/// The completion as a search text. Only rows that a run wrote can have edits: those with the fields of [`RowMetadata`]. A row of an earlier
+/// version does not name the form: its completion is an edit if it has a marker.
+fn search_text(completion: String, metadata: Option<&Value>) -> Result<String, String> {
+    match metadata.map(RowMetadata::deserialize) {
+        Some(Ok(RowMetadata { query, rewrite_form, .. })) if rewrite_form != Some(RewriteForm::Full) => {
+            let text = edits::search_text(&completion, &query.original_query, &query.history_summary);
+            text.map_err(|rejection| format!("{}; write one, or leave the row out", rejection.detail))
+        }
+        _ => Ok(completion),
     }
 }
 
@@ -355,6 +371,42 @@ mod tests {
         let read = record(json!({ "messages": messages, "metadata": metadata })).unwrap();
         assert_eq!(value(&read, "original_query"), Some(ColumnValue::Text("q".into())));
         assert_eq!(read.texts[0], "改写：q");
+    }
+
+    /// Symptom: the rewrites of a run with edits were `=` and `& TEXT`, and were searched literally.
+    #[test]
+    fn edits_of_a_run_are_read_as_search_texts() {
+        let metadata = json!({ "id": "4cf6", "row": 2, "original_query": "怎么吃", "history_summary": "问过鱼油", "group": "怎么吃",
+                               "top1_score": null, "source": "recorded", "rewrite_form": "edit" });
+        let read = |completion: &str, metadata: &Value| {
+            let messages =
+                json!([{ "role": "user", "content": "改写：怎么吃" }, { "role": "assistant", "content": completion }]);
+            record(json!({ "messages": messages, "metadata": metadata })).map(|read| read.completion.unwrap())
+        };
+        let of_form = |form: Value| {
+            let mut metadata = metadata.clone();
+            metadata["rewrite_form"] = form;
+            metadata
+        };
+        let (full, mut earlier) = (of_form("full".into()), metadata.clone());
+        earlier.as_object_mut().unwrap().remove("rewrite_form").unwrap();
+        let foreign = json!({ "original_query": "怎么吃", "source": "web", "rewrite_form": "edit" });
+        for (completion, whole) in [
+            ("=", "怎么吃"),
+            ("+ 用法", "怎么吃 用法"),
+            ("&", "怎么吃 问过鱼油"),
+            ("& 用法", "怎么吃 问过鱼油 用法"),
+            ("鱼油 用法", "鱼油 用法"),
+        ] {
+            for of_run in [&metadata, &earlier] {
+                assert_eq!(read(completion, of_run).unwrap(), whole, "{of_run}");
+            }
+            for other in [&full, &foreign, &Value::Null] {
+                assert_eq!(read(completion, other).unwrap(), completion, "{other}");
+            }
+        }
+        let nothing = read("+", &metadata).unwrap_err();
+        assert_eq!(nothing, "the response adds nothing to the query; write one, or leave the row out");
     }
 
     #[test]
