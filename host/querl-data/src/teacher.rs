@@ -6,7 +6,7 @@ use crate::client::response_cache::{CacheTable, ServiceCache};
 use crate::dataset::records::{IndexedLines, Rows};
 use crate::error::DataError;
 use crate::first_row::FirstRow;
-use crate::table::{open_table, query_id, value_text};
+use crate::table::{find_column, open_table, query_id, value_text};
 use crate::text::{hash_of, with_width};
 use async_trait::async_trait;
 use querl_core::config::{Config, DataConfig, EndpointConfig, TeacherConfig, TeacherKind, TextWidth};
@@ -152,16 +152,18 @@ impl Keys {
 
     /// The columns of a table that have query, profile and history.
     fn columns(&mut self, header: &[String]) -> [Option<usize>; 3] {
-        let find = |names: &[String; 2]| names.iter().find_map(|name| header.iter().position(|column| column == name));
+        let find = |names: &[String; 2]| names.iter().find_map(|name| find_column(header, name).ok().flatten());
         let found = [0, 1, 2].map(|index| find(&self.names[index]));
         self.seen = found.map(|column| column.is_some());
-        let is_unread = |name: &&String| {
+        let is_unread = |(index, name): &(usize, &String)| {
             !name.is_empty()
                 && *name != REWRITE
+                && !found.contains(&Some(*index))
                 && !self.names.as_flattened().contains(name)
                 && !self.unneeded.contains(name)
         };
-        self.unread = header.iter().filter(is_unread).take(MAX_UNREAD).cloned().collect();
+        let unread = header.iter().enumerate().filter(is_unread).take(MAX_UNREAD);
+        self.unread = unread.map(|(_, name)| name.clone()).collect();
         found
     }
 

@@ -180,6 +180,20 @@ fn stats_say_what_became_of_the_rows() {
     assert!(text.contains(" rows, 0 like a row of train\n"), "{text}");
 }
 
+/// Symptom: a table that was read in a wrong encoding was trained on.
+#[test]
+fn stats_warn_about_queries_in_another_script_than_the_passages() {
+    let project = Project::new();
+    let stats = || project.querl(&["data", "stats", "querl.toml"]).ok().stdout;
+    assert!(!stats().contains("scripts"));
+    project.write("kb.jsonl", "{\"id\": \"a\", \"text\": \"Shipping takes two days.\"}\n");
+    let knowledge_base = format!("{}/examples/fivedoctors/knowledge_base.jsonl", repository().display());
+    project.edit(&knowledge_base, &project.path("kb.jsonl").display().to_string());
+    let warning =
+        "\nwarning: queries (Chinese) and passages (Latin script) are in other scripts: save the table as UTF-8";
+    assert!(stats().contains(warning), "{}", stats());
+}
+
 /// Regression: queries without a recorded rewrite were only reported by the stage, and `data stats` accepted a file that is not a recording.
 #[test]
 fn what_a_recorded_teacher_lacks_is_said_before_the_stage() {

@@ -23,6 +23,7 @@ use formats::{CHAT, CHAT_REMEDY, MAX_LISTED, Table, TableRows};
 use querl_core::config::{DataConfig, TextWidth};
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
+use querl_core::text::printable;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
@@ -114,11 +115,19 @@ impl QueryTable {
 
     fn row_digests(&mut self) -> Result<Vec<RowDigest>, DataError> {
         let mut digests = Vec::new();
-        for (index, row) in (0..).zip(self.rows()?) {
+        let table = open_source(&self.config)?;
+        let (header, is_guessed) = (table.header.clone(), table.encoding == Some(TextEncoding::Gb18030));
+        for (index, row) in (0..).zip(table.rows(&self.columns.used())?) {
             let (row, cells) = row?;
             if index >= MAX_ROWS {
                 let problem = format!("the table has more than {MAX_ROWS} rows; divide it into several tables");
                 return Err(DataError::file(self.first_path(), problem));
+            }
+            if is_guessed && self.findings.decoded_cell.is_none() {
+                let decoded = header.iter().zip(&cells).find(|(_, cell)| !cell.is_ascii());
+                let shown = |text: &str| printable(text, SHOWN_BYTES);
+                self.findings.decoded_cell =
+                    decoded.map(|(name, cell)| format!("row {row} column `{}` is `{}`", shown(name), shown(cell)));
             }
             let query = self.columns.read(row, &cells);
             let texts = [(&self.columns.query_name, &query.original_query)].into_iter();
@@ -222,12 +231,18 @@ impl Rows<QueryRow> for QueryTable {
 /// Maximum number of rows in a message.
 const SHOWN: usize = 10;
 
+/// Maximum length of a decoded cell in a message.
+const SHOWN_BYTES: usize = 90;
+
 /// Rows of a query table that are skipped or should be checked, for `querl data stats` and messages.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Findings {
     /// Encoding of a csv or tsv file; `None` for other formats.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encoding: Option<&'static str>,
+    /// Place and text of the first cell with a character outside ASCII, if the encoding is a guess.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decoded_cell: Option<String>,
     /// Names of the sheets of a workbook that are skipped, because their columns differ from those of the first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unread_sheets: Vec<String>,
@@ -305,7 +320,10 @@ impl Findings {
         let mut notes = Vec::new();
         // GB18030 is a guess: files of one-byte encodings are often valid GB18030.
         if let Some(guess) = self.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030.name()) {
-            notes.push(format!("the table is read as {guess}; save it as UTF-8 if its characters are not right"));
+            let cell = self.decoded_cell.as_ref().map(|cell| format!(": {cell}")).unwrap_or_default();
+            notes.push(format!(
+                "the table is read as {guess}, a guess{cell}; save it as UTF-8 if this text is not right"
+            ));
         }
         let quoted = |names: &[String]| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         if !self.unread_sheets.is_empty() {
@@ -418,15 +436,28 @@ struct QueryColumns {
 
 impl QueryColumns {
     fn find(table: &Table, config: &DataConfig) -> Result<Self, DataError> {
-        let position = |name: &str| {
-            let find = |name: &str| table.header.iter().position(|column| column == name);
-            find(name).or_else(|| find(DataConfig::other_name(name)?))
+        let find = |name: &str| {
+            find_column(&table.header, name).map_err(|[first, second]| {
+                let (first, second) = (first + 1, second + 1);
+                let problem = format!("columns {first} and {second} are both called `{name}`, apart from white space");
+                DataError::file(table.path(), format!("{problem}; rename one of them"))
+            })
         };
-        let required = |name: &str, key: &str| position(name).ok_or_else(|| missing_column(table, name, key));
+        let position = |name: &str| -> Result<Option<usize>, DataError> {
+            match (find(name)?, DataConfig::other_name(name)) {
+                (None, Some(other)) => find(other),
+                (found, _) => Ok(found),
+            }
+        };
+        let required = |name: &str, key: &str| -> Result<usize, DataError> {
+            position(name)?.ok_or_else(|| missing_column(table, name, key))
+        };
         // Default columns are optional; columns that the configuration names are not.
-        let optional = |name: &str, key: &str| match position(name) {
-            None if DataConfig::other_name(name).is_none() => Err(missing_column(table, name, key)),
-            found => Ok(found),
+        let optional = |name: &str, key: &str| -> Result<Option<usize>, DataError> {
+            match position(name)? {
+                None if DataConfig::other_name(name).is_none() => Err(missing_column(table, name, key)),
+                found => Ok(found),
+            }
         };
         let query = required(&config.query_column, "query_column")?;
         let gold = optional(&config.gold_column, "gold_column")?;
@@ -473,6 +504,20 @@ pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> Strin
     let mut digest = digest_hex(serde_json::json!([query, user_profile, history_summary]).to_string().as_bytes());
     digest.truncate(16);
     digest
+}
+
+/// Position of the column called `name`; if there is none, of the one whose name differs in white space alone, as a header cell with a line
+/// break does. The error has the positions of two such columns.
+pub(crate) fn find_column(header: &[String], name: &str) -> Result<Option<usize>, [usize; 2]> {
+    if let Some(equal) = header.iter().position(|column| column == name) {
+        return Ok(Some(equal));
+    }
+    let is_alike = |column: &str| column.split_whitespace().eq(name.split_whitespace());
+    let mut alike = header.iter().enumerate().filter(|(_, column)| is_alike(column)).map(|(index, _)| index);
+    match (alike.next(), alike.next()) {
+        (Some(first), Some(second)) => Err([first, second]),
+        (found, _) => Ok(found),
+    }
 }
 
 fn check_unique(table: &Table, column: usize) -> Result<(), DataError> {

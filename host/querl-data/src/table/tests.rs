@@ -174,6 +174,36 @@ fn csv_rows_are_numbered_independently_of_line_ends() {
     }
 }
 
+/// Symptom: a header with a line break was listed as `前文 摘要`, and this name was not accepted.
+#[test]
+fn a_header_with_a_line_break_is_found_by_its_name_with_a_space() {
+    let folder = Folder::new();
+    let named = |config: DataConfig| DataConfig { history_column: "前文 摘要".into(), ..config };
+    let csv = |header: &str| named(folder.file("a.csv", format!("问题,{header}\n怎么吃,甲,乙\n")));
+    assert_eq!(rows(&csv("\"前文\n摘要\",x"))[0].history_summary, "甲");
+    let xlsx = named(folder.workbook(&[&["问题", "前文\n摘要"], &["怎么吃", "甲"]]));
+    assert_eq!(rows(&xlsx)[0].history_summary, "甲");
+    assert_eq!(rows(&csv("\"前文\n摘要\",前文 摘要"))[0].history_summary, "乙", "an equal name is preferred");
+    let alike = message(&csv("\"前文\n摘要\",前文  摘要"));
+    let expected = "a.csv: columns 2 and 3 are both called `前文 摘要`, apart from white space; rename one of them";
+    assert!(alike.ends_with(expected), "{alike}");
+}
+
+/// Symptom: a Korean table was read as Chinese, and the note showed no text of it.
+#[test]
+fn a_guessed_encoding_is_reported_with_the_first_cell_it_decoded() {
+    let folder = Folder::new();
+    let korean = encoding_rs::EUC_KR.encode("빨간불이 깜박거려요").0;
+    let table = [&b"original_query,gold_ids\nhow long,p1\n"[..], &korean[..], &b",p2\n"[..]].concat();
+    let table = open_queries(&folder.file("a.csv", table)).unwrap();
+    let read = encoding_rs::GB18030.decode(&korean).0;
+    let note = format!(
+        "the table is read as GB18030, a guess: row 3 column `original_query` is `{read}`; save it as UTF-8 if this text is not right"
+    );
+    assert_eq!(table.findings().notes(), [note]);
+    assert_eq!(open_queries(&folder.file("a.csv", "问题\n鱼油\n")).unwrap().findings().decoded_cell, None);
+}
+
 #[test]
 fn a_missing_column_error_names_sheet_columns_and_encoding() {
     let folder = Folder::new();

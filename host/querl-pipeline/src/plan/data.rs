@@ -86,6 +86,17 @@ impl TextFacts {
         self.scripts.iter().max_by(|one, other| one.1.total_cmp(other.1)).map(|(script, _)| *script)
     }
 
+    /// A finding with a remedy if most letters of `passages` are in another script than those of these queries.
+    pub(super) fn script_mismatch(&self, passages: &Self) -> Option<String> {
+        (passages.main_script() != self.main_script()).then(|| {
+            format!(
+                "queries ({}) and passages ({}) are in other scripts: save the table as UTF-8 if its characters are not right; else use an \
+                 embedding model of both languages, or let the teacher translate",
+                self.language, passages.language
+            )
+        })
+    }
+
     fn brief(&self, what: &str) -> String {
         let main = self.scripts.values().copied().fold(0.0, f64::max);
         format!("{} {what} of {:.0} characters, {} ({})", self.n_texts, self.mean_chars, self.language, percent(main))
@@ -157,11 +168,9 @@ impl DataFacts {
             Some(n) if n < train => format!("{n} rows of train have a rewrite that passed the filters, for SFT: these"),
             _ => format!("{n_train} rows to train on"),
         };
-        let (level, action) = match &self.passages {
-            Some(passages) if passages.main_script() != self.queries.main_script() => (
-                Level::Weak,
-                "queries and passages are in other scripts: use an embedding model of both languages, or let the teacher translate".to_owned(),
-            ),
+        let mismatch = self.passages.as_ref().and_then(|passages| self.queries.script_mismatch(passages));
+        let (level, action) = match mismatch {
+            Some(mismatch) => (Level::Weak, mismatch),
             _ if n_train < FEW_TRAINING_ROWS => (
                 Level::Weak,
                 format!("add queries: {rows} are few, {FEW_TRAINING_ROWS} or more are usual"),
@@ -214,7 +223,11 @@ mod tests {
     fn data_that_is_too_small_or_in_two_languages_is_reported_with_what_to_do() {
         let of = |facts: DataFacts| facts.advice();
         assert_eq!(of(facts("query", "passage", 500, 9)).level, Level::Ok);
-        assert!(of(facts("query", "文档", 500, 9)).action.contains("other scripts"));
+        // Symptom: a Korean table that was read as GB18030.
+        let garbled = of(facts("鉴埃", "빨간불", 500, 9)).action;
+        let expected =
+            "queries (Chinese) and passages (Korean) are in other scripts: save the table as UTF-8 if its characters";
+        assert!(garbled.starts_with(expected), "{garbled}");
         assert!(of(facts("query", "passage", 239, 9)).action.starts_with("add queries: 239 rows"));
         assert!(of(facts("query", "passage", 240, 0)).action.contains("data.gold_column"));
         // Regression: fewer rows than the line has as `train` were not explained, and histories not counted.

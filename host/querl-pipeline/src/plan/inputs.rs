@@ -98,6 +98,17 @@ impl PlanInputs {
     }
 }
 
+/// A warning if the queries and the passages of the knowledge base are in other scripts.
+///
+/// # Errors
+/// The queries or the knowledge base cannot be read.
+pub fn script_warning(config: &Config, queries: &dyn Rows<QueryRow>) -> anyhow::Result<Option<String>> {
+    let Some(passages) = known_passages(config)? else { return Ok(None) };
+    let queries = queries.read()?.map(|row| row.map(|row| row.original_query)).collect::<Result<Vec<String>, _>>()?;
+    let [queries, passages] = [queries, passages].map(|texts| TextFacts::of(texts.iter().map(String::as_str)));
+    Ok(queries.script_mismatch(&passages))
+}
+
 /// The passages of the knowledge base; `None` if a service has them.
 fn known_passages(config: &Config) -> anyhow::Result<Option<Vec<String>>> {
     match (config.retrieval.kind, &config.retrieval.knowledge_base) {

@@ -18,6 +18,7 @@ pub use advice::{Advice, Level};
 pub use comparison::{ComparisonFacts, DeviationSource};
 pub use data::{DataFacts, Script, TextFacts};
 pub use headroom::{RankHistogram, RetrievalHeadroom, SideFigures, SplitHeadroom, TeacherHeadroom};
+pub use inputs::script_warning;
 pub use loss::{LossFacts, TextLoss};
 pub use rollout::RolloutFacts;
 pub use tokens::{Coverage, TokenizerFacts, UnknownChars};

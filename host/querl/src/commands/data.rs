@@ -10,6 +10,7 @@ use querl_core::records::{QueryRow, Split};
 use querl_core::run_dir::RunDir;
 use querl_data::{Findings, Leaks, QueryTable, Rows, check_knowledge_base, check_recording, open_queries};
 use querl_pipeline::ledger::{Ledger, StageName};
+use querl_pipeline::plan::script_warning;
 use querl_pipeline::stages::{funnel, leaks};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -88,6 +89,7 @@ impl Stats {
             leaks::of_table_if_split(&table, &config.data, &progress)?
         };
         let mut warnings = table.findings().notes();
+        warnings.extend(script_warning(config, &table)?);
         warnings.extend(unknown_gold_ids.map(|unknown| unknown.to_string()));
         warnings.extend(sizes(&ledger, table.findings()));
         let rewritten = ledger.entry(StageName::Rewrite.as_str()).filter(|entry| entry.finished);
