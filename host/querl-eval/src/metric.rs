@@ -139,7 +139,7 @@ pub(crate) fn lacks_teacher(record: &EvalRecord) -> bool {
 
 /// 1 / position of the first gold passage among the hits; 0 where there is none or the record failed; `None` without gold passages
 /// and for a service that returns no passage ids.
-fn reciprocal_rank(record: &EvalRecord) -> Option<f64> {
+pub(crate) fn reciprocal_rank(record: &EvalRecord) -> Option<f64> {
     let gold = &record.query.gold_ids;
     let hits = hits(record).unwrap_or_default();
     if gold.is_empty() || hits.iter().any(|hit| hit.id.is_empty()) {

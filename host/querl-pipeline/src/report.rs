@@ -271,12 +271,16 @@ fn untrained(ledger: &Ledger) -> Option<String> {
     is_start.then(|| "rl is the SFT model: no later step had a better validation reward than step 0".to_owned())
 }
 
-/// A note that the win rate is left out, if scores of hits are shares of the query's words; `None` otherwise.
-pub(crate) fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
-    let counts_words = retrieval.kind == RetrievalKind::Embedded
+/// Whether scores of hits are shares of the query's words, so that they cannot tell right from wrong passages.
+pub fn scores_count_words(retrieval: &RetrievalConfig) -> bool {
+    retrieval.kind == RetrievalKind::Embedded
         && retrieval.lexicon.is_none()
-        && retrieval.rerank.kind == RerankKind::None;
-    counts_words.then(|| {
+        && retrieval.rerank.kind == RerankKind::None
+}
+
+/// A note that the win rate is left out, if [`scores_count_words`]; `None` otherwise.
+pub(crate) fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
+    scores_count_words(retrieval).then(|| {
         "win rate is left out: it compares scores of first hits, which without a reranker or lexicon count shared words and cannot tell \
          right from wrong passages"
             .to_owned()

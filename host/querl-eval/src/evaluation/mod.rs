@@ -226,6 +226,11 @@ impl Evaluation {
         self
     }
 
+    /// True if tables and plots have `metric`: [`Evaluation::without`] has not removed it.
+    pub(crate) fn shows(&self, metric: Metric) -> bool {
+        self.systems.values().any(|system| system.metrics.contains_key(&metric))
+    }
+
     /// A warning if there are too few groups for the intervals; `None` if there are enough.
     pub(crate) fn too_few_groups(&self) -> Option<String> {
         let n = self.n_groups;

@@ -106,11 +106,11 @@ impl Page {
             length_matched: tables::differences(evaluation, length_matched, &Controls::METRICS),
             pass_at_k: tables::pass_at_k(evaluation),
             forests: charts::forests(evaluation),
-            curves: curves::Curves::new(input.metrics, &input.facts.retrieval),
+            curves: curves::Curves::new(input.metrics, &input.facts.retrieval, evaluation),
             funnel: tables::funnel(input.funnel),
             timings: tables::timings(input.timings),
             calls: input.calls.to_vec(),
-            examples: examples::Examples::new(input.records, input.n_examples),
+            examples: examples::Examples::new(input.records, evaluation, input.n_examples),
         }
     }
 }

@@ -12,6 +12,7 @@ use querl_core::text::printable;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::ledger::{Ledger, StageName};
+use querl_pipeline::report;
 use querl_pipeline::run_logs;
 use querl_pipeline::stages::leaks::n_lines;
 use querl_train::{Health, Metrics, ValidationProgress};
@@ -217,6 +218,9 @@ impl Training {
             for (name, value) in figures {
                 training.series.entry(name).or_default().push(value);
             }
+        }
+        if config.is_some_and(|config| report::scores_count_words(&config.retrieval)) {
+            training.series.remove("win_rate");
         }
         training.n_steps = config.and_then(|config| training.planned(dir, config));
         Ok(Some(training))
