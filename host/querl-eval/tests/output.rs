@@ -241,6 +241,19 @@ fn without_the_win_rate_examples_are_chosen_by_gold_rank_and_its_curve_is_not_dr
 }
 
 #[test]
+fn an_outdated_evaluation_is_said_first_in_table_and_page_and_is_in_the_json() {
+    let (records, outdated) = (invented_records(6), "best of rl changed after the evaluation; run `querl eval` again");
+    let mut seeds = evaluate_seeds(std::slice::from_ref(&records), &OPTIONS).unwrap();
+    seeds.pooled.outdated.push(outdated.to_owned());
+    assert!(table(&seeds.pooled, &facts()).starts_with(&format!("{outdated}\nfivedoctors ")));
+    assert!(seeds_table(&seeds, &facts()).starts_with(&format!("{outdated}\n1 runs, each query averaged over them\n")));
+    let html = page_with(&facts(), &seeds.pooled, &records, &[], 0);
+    let at = |text: &str| html.find(text).unwrap();
+    assert!(at("best of rl changed after the evaluation; run ") < at("<p class=\"verdict\">"));
+    assert_eq!(serde_json::to_value(&seeds.pooled).unwrap()["outdated"], json!([outdated]));
+}
+
+#[test]
 fn few_queries_are_all_shown() {
     assert_eq!(page(&invented_records(7), &[], 20).matches("<article").count(), 7);
     assert_eq!(page(&invented_records(7), &[], 0).matches("<article").count(), 0);

@@ -2,10 +2,10 @@
 
 use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
-use crate::ledger::{Ledger, PART, StageName, rows_of};
+use crate::ledger::{Ledger, PART, StageName, listing, rows_of};
 use crate::pooling::{Pooling, differences, listed};
 use crate::run_logs::whole_metrics;
-use crate::stages::{funnel, leaks, spending};
+use crate::stages::{changed_after, funnel, leaks, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
 use querl_core::config::{Config, RerankKind, RetrievalConfig, RetrievalKind, load_resolved};
@@ -83,7 +83,8 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     let written = ledger.entry(StageName::Eval.as_str()).map(|entry| &entry.outputs);
     written.map_or(Ok(()), |outputs| outputs.check(dir.root(), StageName::Eval, &dir.eval_records()))?;
     let records: Vec<EvalRecord> = rows_of(&dir.eval_records())?;
-    let evaluation = evaluate(&records, &evaluation_options(config)).context("evaluation")?;
+    let mut evaluation = evaluate(&records, &evaluation_options(config)).context("evaluation")?;
+    evaluation.outdated.extend(outdated(dir, &ledger));
     let mut facts = facts(config, names, dir, &ledger)?;
     let (metrics, lost) = whole_metrics(dir, &ledger)?;
     facts.plugin_notes.extend(lost.into_iter().chain(untrained(&ledger)).chain(funnel::notes(&ledger, dir)?));
@@ -104,6 +105,16 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
         write_atomic(&path, &bytes).with_context(|| format!("{}: cannot be written", path.display()))?;
     }
     Ok(Reported { table: table(&shown, &facts), evaluation })
+}
+
+/// A sentence on the files that changed after the evaluation of a run, such as a model that was trained again: the figures are not those of
+/// what the run has now. `None` if none changed.
+pub fn outdated(dir: &RunDir, ledger: &Ledger) -> Option<String> {
+    outdated_by(&changed_after(dir, ledger, StageName::Eval))
+}
+
+pub(crate) fn outdated_by(changed: &[String]) -> Option<String> {
+    (!changed.is_empty()).then(|| format!("{} changed after the evaluation; run `querl eval` again", listing(changed)))
 }
 
 pub(crate) fn evaluation_options(config: &Config) -> EvalOptions {
@@ -136,11 +147,14 @@ pub fn pooled(dirs: &[RunDir], pooling: Pooling) -> anyhow::Result<Pooled> {
         return Err(Stop::usage(format!("{note}; {remedy}")).into());
     }
     let config = load_resolved(&first.config())?;
-    let evaluation = evaluate_seeds(&records, &evaluation_options(&config)).context("evaluation")?;
+    let mut evaluation = evaluate_seeds(&records, &evaluation_options(&config)).context("evaluation")?;
     let ledger = Ledger::open(&first.stages())?;
     let mut facts = facts(&config, &names(first)?, first, &ledger)?;
     for dir in dirs {
         let ledger = Ledger::open(&dir.stages())?;
+        run.outdated.extend(outdated(dir, &ledger));
+        let named = run.outdated.iter().map(|outdated| format!("{}: {outdated}", dir.root().display()));
+        evaluation.pooled.outdated.extend(named);
         let notes =
             whole_metrics(dir, &ledger)?.1.into_iter().chain(untrained(&ledger)).chain(funnel::notes(&ledger, dir)?);
         facts.plugin_notes.extend(notes.map(|note| format!("{}: {note}", dir.root().display())));

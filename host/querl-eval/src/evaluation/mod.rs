@@ -63,6 +63,10 @@ pub struct EvalOptions {
 /// The result of an evaluation: the contents of `eval.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
+    /// What changed after the evaluation, so that its figures are not those of the present model: one sentence for each run, filled in by
+    /// the caller; omitted in the JSON if nothing has changed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub outdated: Vec<String>,
     /// The evaluated split.
     pub split: Split,
     /// Number of evaluated queries.
@@ -275,6 +279,7 @@ fn pool(runs: &[Index<'_>], options: &EvalOptions) -> Result<Evaluation, EvalErr
         PAIRS.into_iter().filter(|(first, second)| systems.contains(first) && systems.contains(second)).collect();
     let (components, n_components_left_out) = most_used(runs, &systems);
     Ok(Evaluation {
+        outdated: Vec::new(),
         split: options.split,
         n: queries.len(),
         n_groups: queries.values().map(|record| &record.query.group).collect::<BTreeSet<_>>().len(),

@@ -47,6 +47,8 @@ pub fn report_html(input: &ReportInput<'_>) -> Result<String, EvalError> {
 #[derive(Debug, Serialize)]
 struct Page {
     tenant: String,
+    /// What changed after the evaluation, one sentence each.
+    outdated: Vec<String>,
     split: &'static str,
     n_queries: usize,
     n_resamples: usize,
@@ -82,6 +84,7 @@ impl Page {
         let length_matched = evaluation.controls.as_ref().map(|controls| &controls.length_matched);
         Self {
             tenant: input.facts.tenant.clone(),
+            outdated: evaluation.outdated.clone(),
             split: evaluation.split.name(),
             n_queries: evaluation.n,
             n_resamples: evaluation.n_resamples,

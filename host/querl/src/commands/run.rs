@@ -198,5 +198,9 @@ fn rewrite_report(dir: &RunDir) -> anyhow::Result<Reported> {
     let _lock = DirLock::take(dir.root())?;
     recover(dir, &Terminal)?;
     let config = load_resolved(&dir.config())?;
-    report::write(&config, dir, &report::names(dir)?)
+    let reported = report::write(&config, dir, &report::names(dir)?)?;
+    for outdated in &reported.evaluation.outdated {
+        terminal::print(&format!("warning: {}: {outdated}", dir.root().display()));
+    }
+    Ok(reported)
 }
