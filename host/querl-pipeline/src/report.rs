@@ -18,7 +18,7 @@ use querl_eval::{
 };
 use querl_plugin::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// Names of the services that an evaluation used, for the report.
@@ -131,8 +131,8 @@ pub struct Pooled {
     pub table: String,
 }
 
-/// Pools evaluated runs: each query's value is averaged over the runs. Runs that differ in more than their seed are refused, or, with
-/// [`Pooling::Any`], named in a note under the table.
+/// Pools evaluated runs: each query's value is averaged over the runs. Runs that differ in more than their seed, or have the same seed, are
+/// refused, or, with [`Pooling::Any`], named in a note under the table.
 ///
 /// # Errors
 /// As [`write`]; or the runs have different test queries, or are refused because they differ.
@@ -141,7 +141,7 @@ pub fn pooled(dirs: &[RunDir], pooling: Pooling) -> anyhow::Result<Pooled> {
         dirs.iter().map(|dir| rows_of(&dir.eval_records())).collect::<anyhow::Result<Vec<_>>>()?;
     check_same_queries(dirs, &records)?;
     let first = dirs.first().context("no run")?;
-    let notes = differing(first, &dirs[1..])?;
+    let notes = [differing(first, &dirs[1..])?, same_seeds(dirs)?].concat();
     if let (Pooling::Seeds, Some(note)) = (pooling, notes.first()) {
         let remedy = "pool them all the same with `--pool`, or report each alone";
         return Err(Stop::usage(format!("{note}; {remedy}")).into());
@@ -150,7 +150,7 @@ pub fn pooled(dirs: &[RunDir], pooling: Pooling) -> anyhow::Result<Pooled> {
     let mut evaluation = evaluate_seeds(&records, &evaluation_options(&config)).context("evaluation")?;
     let ledger = Ledger::open(&first.stages())?;
     let mut facts = facts(&config, &names(first)?, first, &ledger)?;
-    for dir in dirs {
+    for (dir, run) in dirs.iter().zip(&mut evaluation.runs) {
         let ledger = Ledger::open(&dir.stages())?;
         run.outdated.extend(outdated(dir, &ledger));
         let named = run.outdated.iter().map(|outdated| format!("{}: {outdated}", dir.root().display()));
@@ -173,6 +173,19 @@ fn differing(first: &RunDir, others: &[RunDir]) -> anyhow::Result<Vec<String>> {
         if !found.is_empty() {
             let (one, other) = (first.root().display(), other.root().display());
             notes.push(format!("{one} and {other} differ in more than the seed: {}", listed(&found)));
+        }
+    }
+    Ok(notes)
+}
+
+/// A note on each run with the seed of an earlier one: such runs are no independent samples of the experiment.
+fn same_seeds(dirs: &[RunDir]) -> anyhow::Result<Vec<String>> {
+    let (mut known, mut notes) = (BTreeMap::new(), Vec::new());
+    for dir in dirs {
+        let (seed, run) = (load_resolved(&dir.config())?.seed, dir.root().display());
+        match known.get(&seed) {
+            Some(first) => notes.push(format!("{first} and {run} have the same seed ({seed})")),
+            None => _ = known.insert(seed, run),
         }
     }
     Ok(notes)
@@ -336,7 +349,6 @@ fn funnel(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<FunnelStep>> {
 mod tests {
     use super::*;
     use crate::ledger::{Entry, Facts, Inputs};
-    use std::collections::BTreeMap;
 
     /// Regression: the report had `model model`, and the commit of a snapshot as the name of a model.
     #[test]
