@@ -3,7 +3,7 @@
 use crate::bootstrap::{Bootstrap, Interval};
 use crate::error::EvalError;
 use crate::evaluation::FEW_GROUPS;
-use crate::metric::{Metric, answer, failure_code, hits};
+use crate::metric::{Metric, answer, failure_code, hits, lacks_teacher};
 use crate::table::blocks;
 use crate::text::printable;
 use querl_core::records::{EvalRecord, Judgement, SystemAnswer};
@@ -297,7 +297,7 @@ fn has_equal_rewrites(records: [&EvalRecord; 2]) -> bool {
 /// True if a call or plugin of the second system failed: its value is then unknown instead of the worst one.
 fn is_reference_failed(metric: Metric, [first, second]: [&EvalRecord; 2]) -> bool {
     match &second.outcome {
-        Err(rejection) => rejection.code == "teacher_failed",
+        Err(_) => lacks_teacher(second),
         Ok(answer) => {
             let has_value = |record: &EvalRecord| metric.value(record).is_some();
             answer.candidate.retrieval_failure().is_some() || (has_value(first) && !has_value(second))

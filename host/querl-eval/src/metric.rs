@@ -129,9 +129,17 @@ pub(crate) fn failure_code(record: &EvalRecord) -> Option<String> {
     }
 }
 
+/// Code of the rejection of a query that the teacher has no rewrite of: it is missing from a recording, or the call failed.
+pub(crate) const TEACHER_FAILED: &str = "teacher_failed";
+
+/// True if this is a record of the teacher without a rewrite.
+pub(crate) fn lacks_teacher(record: &EvalRecord) -> bool {
+    matches!(&record.outcome, Err(rejection) if rejection.code == TEACHER_FAILED)
+}
+
 /// 1 / position of the first gold passage among the hits; 0 where there is none or the record failed; `None` without gold passages
 /// and for a service that returns no passage ids.
-fn reciprocal_rank(record: &EvalRecord) -> Option<f64> {
+pub(crate) fn reciprocal_rank(record: &EvalRecord) -> Option<f64> {
     let gold = &record.query.gold_ids;
     let hits = hits(record).unwrap_or_default();
     if gold.is_empty() || hits.iter().any(|hit| hit.id.is_empty()) {

@@ -3,7 +3,7 @@
 use crate::bootstrap::Interval;
 use crate::evaluation::{Controls, Difference, Evaluation, SecondEvaluation, SeedsEvaluation, StyleEvaluation, Styles};
 use crate::facts::RunFacts;
-use crate::metric::Metric;
+use crate::metric::{Metric, TEACHER_FAILED};
 use crate::text::{or_dash, printable, wrapped};
 use crate::verdict::first_paragraph;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,8 +12,18 @@ use std::fmt::Write as _;
 /// Maximum line length of the tables, in characters. Metrics that do not fit are in a second block.
 const MAX_WIDTH: usize = 100;
 
-/// Renders the verdict on RL, the metrics of the systems, paired differences, controls, failures and notes. Ends with a line break.
+/// Renders what is outdated, the verdict on RL, the metrics of the systems, paired differences, controls, failures and notes. Ends with a
+/// line break.
 pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
+    outdated(evaluation) + &figures(evaluation, facts)
+}
+
+/// What changed after the evaluation: one paragraph for each run.
+fn outdated(evaluation: &Evaluation) -> String {
+    evaluation.outdated.iter().map(|line| wrapped(&printable(line), MAX_WIDTH).join("\n") + "\n").collect()
+}
+
+fn figures(evaluation: &Evaluation, facts: &RunFacts) -> String {
     let mut text = head(evaluation, facts);
     let verdict = wrapped(&first_paragraph(evaluation), MAX_WIDTH);
     if !verdict.is_empty() {
@@ -165,8 +175,9 @@ fn difference_text(metric: Metric, found: Difference) -> String {
 
 /// Like [`table`], for several runs pooled, followed by the mean differences of each run.
 pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts) -> String {
-    let mut text = format!("{} runs, each query averaged over them\n", evaluation.runs.len());
-    text.push_str(&table(&evaluation.pooled, facts));
+    let mut text = outdated(&evaluation.pooled);
+    text.push_str(&format!("{} runs, each query averaged over them\n", evaluation.runs.len()));
+    text.push_str(&figures(&evaluation.pooled, facts));
     text.push_str(&format!("\n{}", blocks("mean differences of each run", &runs_grid(evaluation))));
     text
 }
@@ -281,8 +292,13 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
             let one_line = |code: &str| code.split_whitespace().collect::<Vec<_>>().join(" ");
             let reasons: Vec<String> =
                 system.failures.iter().map(|(code, n)| format!("{} {n}", one_line(code))).collect();
+            let n_without = system.failures.get(TEACHER_FAILED).copied().unwrap_or(0);
+            let pairs = match n_without {
+                0 => String::new(),
+                n => format!("; its pairs leave out the {n} without a rewrite"),
+            };
             format!(
-                "failed: {name} on {} of {total} ({}); misses for top-1 and MRR, left out of the other means",
+                "failed: {name} on {} of {total} ({}); misses for top-1 and MRR, left out of the other means{pairs}",
                 system.n_failed,
                 reasons.join(", ")
             )

@@ -179,6 +179,7 @@ mod tests {
             pairs: pairs(Metric::Top1, outcomes),
         });
         Evaluation {
+            outdated: Vec::new(),
             split: Split::Test,
             n: 40,
             n_groups: 40,

@@ -143,6 +143,37 @@ fn paired_difference_is_over_queries_that_both_systems_have() {
     assert_eq!(evaluation.pairs.keys().collect::<Vec<_>>(), ["rl-sft"]);
 }
 
+/// Symptom: missing recordings counted as defeats of the teacher, so that RL seemed better than it.
+#[test]
+fn pairs_with_the_teacher_leave_out_the_queries_that_it_has_no_rewrite_of() {
+    let missing = || Err(Rejection::by_host("teacher_failed", "not recorded".to_owned()));
+    let records = [
+        record("rl", 2, found(2, Some(1), 0.5)),
+        record("rl", 3, found(3, Some(1), 0.5)),
+        record("rl", 4, found(4, Some(2), 0.5)),
+        record("rl", 5, rejected()),
+        record("teacher", 2, missing()),
+        record("teacher", 3, missing()),
+        record("teacher", 4, found(4, Some(1), 0.5)),
+        record("teacher", 5, found(5, Some(1), 0.5)),
+        record("raw", 2, found(2, None, 0.5)),
+        record("raw", 3, found(3, None, 0.5)),
+        record("raw", 4, found(4, None, 0.5)),
+        record("raw", 5, found(5, None, 0.5)),
+    ];
+    let evaluation = evaluate(&records, &OPTIONS).unwrap();
+    let top1 = |pair: &str| evaluation.pairs[pair][&Metric::Top1].map(|found| (found.mean, found.n));
+    assert_eq!(top1("rl-teacher"), Some((-1.0, 2)), "a failure of RL is a miss, one of the teacher is left out");
+    assert_eq!((top1("teacher-raw"), top1("rl-raw")), (Some((1.0, 2)), Some((0.5, 4))));
+    assert_eq!(mean(&evaluation.systems["teacher"], Metric::Top1), Some(0.5));
+
+    let records =
+        [on_second("rl", 2, 1), on_second("rl", 3, 1), record("teacher", 2, missing()), on_second("teacher", 3, 1)];
+    let second = evaluate(&records, &OPTIONS).unwrap().second_retrieval.unwrap();
+    let found = second.pairs["rl-teacher"][&Metric::Top1].unwrap();
+    assert_eq!((found.mean, found.n), (0.0, 1));
+}
+
 #[test]
 fn constant_improvement_has_an_interval_without_width_though_the_systems_spread() {
     let rows = 2..42;

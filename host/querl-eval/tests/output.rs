@@ -31,11 +31,20 @@ fn page(records: &[EvalRecord], metrics: &[Value], n_examples: usize) -> String 
 }
 
 fn page_of(facts: &RunFacts, records: &[EvalRecord], metrics: &[Value], n_examples: usize) -> String {
-    let evaluation = evaluate(records, &OPTIONS).unwrap();
+    page_with(facts, &evaluate(records, &OPTIONS).unwrap(), records, metrics, n_examples)
+}
+
+fn page_with(
+    facts: &RunFacts,
+    evaluation: &Evaluation,
+    records: &[EvalRecord],
+    metrics: &[Value],
+    n_examples: usize,
+) -> String {
     let parts = vec![("top1_below_threshold".to_owned(), 7)];
     report_html(&ReportInput {
         facts,
-        evaluation: &evaluation,
+        evaluation,
         records,
         metrics,
         funnel: &[FunnelStep { label: "kept by the filters".to_owned(), n: 431, parts }],
@@ -195,6 +204,53 @@ fn half_of_the_examples_are_wins_and_the_page_explains_the_selection() {
     assert_eq!(html.matches("<span class=\"tag win\">").count(), 10);
     assert!(html.contains("Shown are 10 of the 58 queries where RL beats the teacher and 10 of the other 38"));
     assert_eq!(html, page(&invented_records(96), &[], 20));
+}
+
+/// Symptom: the page called queries wins by scores that its tables leave out, and drew their win rate.
+#[test]
+fn without_the_win_rate_examples_are_chosen_by_gold_rank_and_its_curve_is_not_drawn() {
+    let of = |system: &str, row: usize, is_gold_first: bool, win: Option<f64>| {
+        let gold = format!("p{row:04}");
+        let ids = if is_gold_first { [gold.as_str(), "p9999"] } else { ["p9999", gold.as_str()] };
+        let mut made = answer("改写", (1..).zip(ids).map(|(rank, id)| hit(id, 0.5, rank)).collect());
+        made.win = win;
+        record(system, row, Ok(made))
+    };
+    let missing = Rejection::by_host("teacher_failed", "not recorded".to_owned());
+    let records = [
+        of("rl", 2, true, Some(0.0)),
+        of("teacher", 2, false, None),
+        of("rl", 3, false, Some(1.0)),
+        of("teacher", 3, true, None),
+        of("rl", 4, true, None),
+        record("teacher", 4, Err(missing)),
+    ];
+    let metrics = [json!({"stage": "rl", "step": 1, "avg_reward": 0.1, "win_rate": 0.5, "val/win_rate": 0.5})];
+    let evaluation = evaluate(&records, &OPTIONS).unwrap().without(Metric::WinRate);
+    let html = page_with(&facts(), &evaluation, &records, &metrics, 20);
+    assert_eq!(html.matches("<span class=\"tag win\">RL ranks gold higher</span>").count(), 1);
+    let choice =
+        "Shown are 1 of the 1 queries where RL ranks the gold passage higher than the teacher and 2 of the other 2, ";
+    assert!(html.contains(choice), "{html}");
+    for left_out in ["RL beats", "Win rate against the teacher", "win_rate"] {
+        assert!(!html.contains(left_out), "{left_out}");
+    }
+    let note = "failed: teacher on 1 of 3 (teacher_failed 1); misses for top-1 and MRR, left out of the other means; its pairs leave out \
+                the 1 without a rewrite";
+    assert!(html.contains(note) && table(&evaluation, &facts()).contains(note));
+}
+
+#[test]
+fn an_outdated_evaluation_is_said_first_in_table_and_page_and_is_in_the_json() {
+    let (records, outdated) = (invented_records(6), "best of rl changed after the evaluation; run `querl eval` again");
+    let mut seeds = evaluate_seeds(std::slice::from_ref(&records), &OPTIONS).unwrap();
+    seeds.pooled.outdated.push(outdated.to_owned());
+    assert!(table(&seeds.pooled, &facts()).starts_with(&format!("{outdated}\nfivedoctors ")));
+    assert!(seeds_table(&seeds, &facts()).starts_with(&format!("{outdated}\n1 runs, each query averaged over them\n")));
+    let html = page_with(&facts(), &seeds.pooled, &records, &[], 0);
+    let at = |text: &str| html.find(text).unwrap();
+    assert!(at("best of rl changed after the evaluation; run ") < at("<p class=\"verdict\">"));
+    assert_eq!(serde_json::to_value(&seeds.pooled).unwrap()["outdated"], json!([outdated]));
 }
 
 #[test]

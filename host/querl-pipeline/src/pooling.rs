@@ -4,6 +4,7 @@
 //! the outputs of earlier stages only the dataset is compared, since a teacher may rewrite differently with the same settings; rewrites,
 //! hits and checkpoints depend on the other inputs and the seed.
 
+use crate::failure::Stop;
 use crate::ledger::{Entry, Ledger, StageName};
 use querl_bundle::lock::LockFile;
 use querl_core::run_dir::RunDir;
@@ -16,6 +17,21 @@ pub enum Pooling {
     Seeds,
     /// All runs that were evaluated on the same queries.
     Any,
+}
+
+/// Refuses a folder that is named twice, also by another path.
+///
+/// # Errors
+/// Two of `runs` are one folder.
+pub fn check_distinct(runs: &[RunDir]) -> Result<(), Stop> {
+    let real: Vec<_> = runs.iter().map(|run| run.root().canonicalize().unwrap_or_else(|_| run.root().into())).collect();
+    for (index, run) in runs.iter().enumerate() {
+        if let Some(other) = real[..index].iter().position(|other| *other == real[index]) {
+            let (other, run) = (runs[other].root().display(), run.root().display());
+            return Err(Stop::usage(format!("{other} and {run} are the same run; name each run once")));
+        }
+    }
+    Ok(())
 }
 
 /// An input, or a finished stage, in which two runs differ, with both values.

@@ -2,10 +2,10 @@
 
 use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
-use crate::ledger::{Ledger, PART, StageName, rows_of};
+use crate::ledger::{Ledger, PART, StageName, listing, rows_of};
 use crate::pooling::{Pooling, differences, listed};
 use crate::run_logs::whole_metrics;
-use crate::stages::{funnel, leaks, spending};
+use crate::stages::{changed_after, funnel, leaks, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
 use querl_core::config::{Config, RerankKind, RetrievalConfig, RetrievalKind, load_resolved};
@@ -18,7 +18,7 @@ use querl_eval::{
 };
 use querl_plugin::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// Names of the services that an evaluation used, for the report.
@@ -83,7 +83,8 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     let written = ledger.entry(StageName::Eval.as_str()).map(|entry| &entry.outputs);
     written.map_or(Ok(()), |outputs| outputs.check(dir.root(), StageName::Eval, &dir.eval_records()))?;
     let records: Vec<EvalRecord> = rows_of(&dir.eval_records())?;
-    let evaluation = evaluate(&records, &evaluation_options(config)).context("evaluation")?;
+    let mut evaluation = evaluate(&records, &evaluation_options(config)).context("evaluation")?;
+    evaluation.outdated.extend(outdated(dir, &ledger));
     let mut facts = facts(config, names, dir, &ledger)?;
     let (metrics, lost) = whole_metrics(dir, &ledger)?;
     facts.plugin_notes.extend(lost.into_iter().chain(untrained(&ledger)).chain(funnel::notes(&ledger, dir)?));
@@ -106,6 +107,16 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     Ok(Reported { table: table(&shown, &facts), evaluation })
 }
 
+/// A sentence on the files that changed after the evaluation of a run, such as a model that was trained again: the figures are not those of
+/// what the run has now. `None` if none changed.
+pub fn outdated(dir: &RunDir, ledger: &Ledger) -> Option<String> {
+    outdated_by(&changed_after(dir, ledger, StageName::Eval))
+}
+
+pub(crate) fn outdated_by(changed: &[String]) -> Option<String> {
+    (!changed.is_empty()).then(|| format!("{} changed after the evaluation; run `querl eval` again", listing(changed)))
+}
+
 pub(crate) fn evaluation_options(config: &Config) -> EvalOptions {
     let lookups = if config.retrieval.kind == RetrievalKind::None { Lookups::None } else { Lookups::Made };
     EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap, lookups }
@@ -120,8 +131,8 @@ pub struct Pooled {
     pub table: String,
 }
 
-/// Pools evaluated runs: each query's value is averaged over the runs. Runs that differ in more than their seed are refused, or, with
-/// [`Pooling::Any`], named in a note under the table.
+/// Pools evaluated runs: each query's value is averaged over the runs. Runs that differ in more than their seed, or have the same seed, are
+/// refused, or, with [`Pooling::Any`], named in a note under the table.
 ///
 /// # Errors
 /// As [`write`]; or the runs have different test queries, or are refused because they differ.
@@ -130,17 +141,20 @@ pub fn pooled(dirs: &[RunDir], pooling: Pooling) -> anyhow::Result<Pooled> {
         dirs.iter().map(|dir| rows_of(&dir.eval_records())).collect::<anyhow::Result<Vec<_>>>()?;
     check_same_queries(dirs, &records)?;
     let first = dirs.first().context("no run")?;
-    let notes = differing(first, &dirs[1..])?;
+    let notes = [differing(first, &dirs[1..])?, same_seeds(dirs)?].concat();
     if let (Pooling::Seeds, Some(note)) = (pooling, notes.first()) {
         let remedy = "pool them all the same with `--pool`, or report each alone";
         return Err(Stop::usage(format!("{note}; {remedy}")).into());
     }
     let config = load_resolved(&first.config())?;
-    let evaluation = evaluate_seeds(&records, &evaluation_options(&config)).context("evaluation")?;
+    let mut evaluation = evaluate_seeds(&records, &evaluation_options(&config)).context("evaluation")?;
     let ledger = Ledger::open(&first.stages())?;
     let mut facts = facts(&config, &names(first)?, first, &ledger)?;
-    for dir in dirs {
+    for (dir, run) in dirs.iter().zip(&mut evaluation.runs) {
         let ledger = Ledger::open(&dir.stages())?;
+        run.outdated.extend(outdated(dir, &ledger));
+        let named = run.outdated.iter().map(|outdated| format!("{}: {outdated}", dir.root().display()));
+        evaluation.pooled.outdated.extend(named);
         let notes =
             whole_metrics(dir, &ledger)?.1.into_iter().chain(untrained(&ledger)).chain(funnel::notes(&ledger, dir)?);
         facts.plugin_notes.extend(notes.map(|note| format!("{}: {note}", dir.root().display())));
@@ -159,6 +173,19 @@ fn differing(first: &RunDir, others: &[RunDir]) -> anyhow::Result<Vec<String>> {
         if !found.is_empty() {
             let (one, other) = (first.root().display(), other.root().display());
             notes.push(format!("{one} and {other} differ in more than the seed: {}", listed(&found)));
+        }
+    }
+    Ok(notes)
+}
+
+/// A note on each run with the seed of an earlier one: such runs are no independent samples of the experiment.
+fn same_seeds(dirs: &[RunDir]) -> anyhow::Result<Vec<String>> {
+    let (mut known, mut notes) = (BTreeMap::new(), Vec::new());
+    for dir in dirs {
+        let (seed, run) = (load_resolved(&dir.config())?.seed, dir.root().display());
+        match known.get(&seed) {
+            Some(first) => notes.push(format!("{first} and {run} have the same seed ({seed})")),
+            None => _ = known.insert(seed, run),
         }
     }
     Ok(notes)
@@ -271,12 +298,16 @@ fn untrained(ledger: &Ledger) -> Option<String> {
     is_start.then(|| "rl is the SFT model: no later step had a better validation reward than step 0".to_owned())
 }
 
-/// A note that the win rate is left out, if scores of hits are shares of the query's words; `None` otherwise.
-pub(crate) fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
-    let counts_words = retrieval.kind == RetrievalKind::Embedded
+/// Whether scores of hits are shares of the query's words, so that they cannot tell right from wrong passages.
+pub fn scores_count_words(retrieval: &RetrievalConfig) -> bool {
+    retrieval.kind == RetrievalKind::Embedded
         && retrieval.lexicon.is_none()
-        && retrieval.rerank.kind == RerankKind::None;
-    counts_words.then(|| {
+        && retrieval.rerank.kind == RerankKind::None
+}
+
+/// A note that the win rate is left out, if [`scores_count_words`]; `None` otherwise.
+pub(crate) fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
+    scores_count_words(retrieval).then(|| {
         "win rate is left out: it compares scores of first hits, which without a reranker or lexicon count shared words and cannot tell \
          right from wrong passages"
             .to_owned()
@@ -318,7 +349,6 @@ fn funnel(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<FunnelStep>> {
 mod tests {
     use super::*;
     use crate::ledger::{Entry, Facts, Inputs};
-    use std::collections::BTreeMap;
 
     /// Regression: the report had `model model`, and the commit of a snapshot as the name of a model.
     #[test]

@@ -39,6 +39,23 @@ fn fact(project: &Project, name: &str) -> Option<Value> {
     facts.into_iter().find(|fact| fact[0] == name).map(|fact| fact[1].clone())
 }
 
+/// Symptom: the figures of the earlier model were presented as those of the imported one.
+fn check_outdated(project: &Project) {
+    let outdated = "best of rl changed after the evaluation; run `querl eval` again";
+    let reported = project.querl(&["report", "run"]).ok();
+    assert!(reported.stdout.starts_with(&format!("{outdated}\n")), "{reported:#?}");
+    assert!(reported.stderr.contains(&format!("warning: run: {outdated}\n")), "{reported:#?}");
+    assert!(project.read("run/report.html").contains("best of rl changed after the evaluation"));
+    assert_eq!(project.json(&["report", "run"])["outdated"], json!([outdated]));
+    let watched = project.querl(&["watch", "run", "--once"]).ok().stdout;
+    assert!(watched.contains("eval outdated") && watched.contains("best of rl changed"), "{watched}");
+    assert!(!watched.contains("eval done"), "{watched}");
+    assert_eq!(project.refusal(&["release", "check", "run", "--against", "raw"], 2), format!("run: {outdated}"));
+    copy(&project.path("run"), &project.path("twin"));
+    let pooled = project.querl(&["report", "run", "twin", "--pool"]).ok().stdout;
+    assert!(pooled.starts_with(&format!("run: {outdated}\ntwin: {outdated}\n2 runs, ")), "{pooled}");
+}
+
 #[test]
 fn a_run_is_exported_to_trl_and_its_adapter_is_imported_and_evaluated() {
     let project = project();
@@ -70,9 +87,11 @@ fn a_run_is_exported_to_trl_and_its_adapter_is_imported_and_evaluated() {
         project.rows("run/metrics.jsonl").into_iter().filter(|row| row["stage"] == "rl").collect();
     assert_eq!(metrics[1], json!({ "stage": "rl", "step": 2, "reward": 0.5, "epoch": 1.0 }));
     assert_eq!(metrics.len(), 2);
+    check_outdated(&project);
     let evaluated = project.querl(&["eval", "run/config.resolved.toml", "--out", "run"]).ok();
     assert!(evaluated.stderr.contains("best of rl changed") && evaluated.stdout.contains("rl"), "{evaluated:#?}");
-    project.querl(&["report", "run"]).ok();
+    let reported = project.querl(&["report", "run"]).ok();
+    assert!(!reported.stdout.contains("after the evaluation"), "{reported:#?}");
     // A later import keeps both earlier results. An adapter of another base is reported.
     let settings = project.read("trained/adapter_config.json");
     let mut settings: Value = serde_json::from_str(&settings).unwrap();

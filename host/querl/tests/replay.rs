@@ -71,6 +71,23 @@ fn replay_says_what_a_plugin_would_have_changed_in_text_json_and_html() {
     assert_eq!(found["signs"]["after"], json!({ "won": 1, "drew": 1, "lost": 1 }));
 }
 
+/// Symptom: `watch` and `plugin replay` showed wins by scores that the report leaves out.
+#[test]
+fn wins_by_scores_that_count_words_are_not_shown_or_have_a_note() {
+    let project = Project::new();
+    let lexicon = format!("lexicon = \"{}/examples/fivedoctors/lexicon.json\"\n", repository().display());
+    project.edit(&lexicon, "").edit("kind = \"rubric\"\nsample_rate = 0.5", "kind = \"none\"");
+    project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
+    project.write("run/episodes.jsonl", &episode("better", Some(0.9), 0.5, scored(0.7)));
+    let replayed = replay(&project, "run", "plugins/reward-competition", &["--json"]).ok().stdout;
+    let found: Value = serde_json::from_str(&replayed).unwrap();
+    assert!(found["notes"].to_string().contains("\"retrieval quality is of scores of hits, which "), "{found}");
+    let line = json!({ "stage": "rl", "step": 1, "avg_reward": 0.1, "win_rate": 0.5 });
+    project.write("run/metrics.jsonl", &format!("{line}\n"));
+    let watched = project.querl(&["watch", "run", "--once"]).ok().stdout;
+    assert!(watched.contains("reward 0.1") && !watched.contains("win rate"), "{watched}");
+}
+
 /// Regression: an unreadable ledger was an error, although the command needs it for a warning only.
 #[test]
 fn a_damaged_ledger_is_a_warning() {

@@ -250,6 +250,15 @@ fn runs_on_the_same_queries_are_pooled_and_others_refused() {
     assert!(pooled.contains("3 runs"), "{pooled}");
     assert!(pooled.contains("\none and three differ in more than the seed: "), "{pooled}");
     assert!(!pooled.contains("one and two differ"), "{pooled}");
+    // Symptom: a run was pooled with itself, and two runs of one seed, as samples of the experiment.
+    let twice = project.refusal(&["report", "one", "./one"], 2);
+    assert_eq!(twice, "one and ./one are the same run; name each run once");
+    evaluate("again", "seed=1");
+    let same_seed = "one and again have the same seed (1)";
+    let message = project.refusal(&["report", "one", "again"], 2);
+    assert_eq!(message, format!("{same_seed}; pool them all the same with `--pool`, or report each alone"));
+    let pooled = project.querl(&["report", "one", "again", "--pool"]).ok().stdout;
+    assert!(pooled.contains(&format!("\n{same_seed}\n")), "{pooled}");
     let refused = project.querl(&["report", "one", "other"]);
     assert_eq!((refused.code, refused.stderr.lines().count()), (Some(2), 1), "{refused:#?}");
     let message = "error: one and other were evaluated on different test queries (";
@@ -602,6 +611,7 @@ fn rows_that_were_changed_after_the_run_are_reported_where_the_funnel_ends() {
     project.querl(&["run", "querl.toml"]).ok();
     let whole = project.read("run/report.html");
     assert!(whole.contains("kept by validate") && whole.contains("kept by convert"));
+    support::results::copy(&project.path("run"), &project.path("twin"));
     let cases = [
         (
             "data/rewrites.jsonl",
@@ -627,7 +637,7 @@ fn rows_that_were_changed_after_the_run_are_reported_where_the_funnel_ends() {
         assert!(html.contains(end) && !html.contains(missing));
         let stats = project.querl(&["data", "stats", "querl.toml"]).ok().stdout;
         assert!(stats.contains(&note), "{stats}");
-        let pooled = project.querl(&["report", "run", "run"]).ok().stdout;
+        let pooled = project.querl(&["report", "run", "twin", "--pool"]).ok().stdout;
         assert!(pooled.contains(&format!("run: {note}")), "{pooled}");
         std::fs::remove_file(project.path(&file)).unwrap();
         let table = project.querl(&["report", "run"]).ok().stdout;

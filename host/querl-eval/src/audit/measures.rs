@@ -92,8 +92,8 @@ fn components(rows: &AuditRows<'_>) -> Vec<Measure> {
     names.into_iter().take(MOST_COMPONENTS).map(of).collect()
 }
 
-/// Measures of retrieval. With gold passages, their ranks; without, the reranker score of the best hit, which is computed for the original
-/// query and cannot be changed by a rewrite.
+/// Measures of retrieval. With gold passages, their ranks; without, the reranker score of the best hit (0 without hits), which is computed
+/// for the original query and cannot be changed by a rewrite.
 fn retrieval_columns(rows: &AuditRows<'_>, second: Option<&SecondRetriever>) -> Vec<Measure> {
     let weaker = if rows.has_gold { MeasureKind::Hint } else { MeasureKind::Quality };
     let top1 = |row: &AuditRow<'_>| {

@@ -1,7 +1,7 @@
 //! The records of one run, validated and indexed by system and query.
 
 use crate::error::EvalError;
-use crate::metric::{Metric, answer, failure_code, hits};
+use crate::metric::{Metric, answer, failure_code, hits, lacks_teacher};
 use querl_core::records::{EvalRecord, StyleProbability};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -121,6 +121,11 @@ impl<'a> Index<'a> {
         value: impl Fn(&EvalRecord) -> Option<f64>,
     ) -> Vec<(QueryKey<'a>, f64)> {
         self.by_query(system).filter_map(|(key, record)| Some((key, value(record)?))).collect()
+    }
+
+    /// True if `system` is the teacher, and it has no rewrite of the query.
+    pub(super) fn lacks_teacher(&self, system: &str, key: &QueryKey<'a>) -> bool {
+        self.by_system.get(system).and_then(|records| records.get(key)).is_some_and(|record| lacks_teacher(record))
     }
 
     pub(super) fn all_records(&self) -> impl Iterator<Item = &'a EvalRecord> {

@@ -63,6 +63,10 @@ pub struct EvalOptions {
 /// The result of an evaluation: the contents of `eval.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
+    /// What changed after the evaluation, so that its figures are not those of the present model: one sentence for each run, filled in by
+    /// the caller; omitted in the JSON if nothing has changed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub outdated: Vec<String>,
     /// The evaluated split.
     pub split: Split,
     /// Number of evaluated queries.
@@ -80,7 +84,8 @@ pub struct Evaluation {
     pub lookups: Lookups,
     /// Metrics of each system; the keys are names of [`EVAL_SYSTEMS`].
     pub systems: BTreeMap<String, SystemEvaluation>,
-    /// Paired differences by pair of systems (`rl-sft` is RL minus SFT); `None` for a metric that no query has for both systems.
+    /// Paired differences by pair of systems (`rl-sft` is RL minus SFT); `None` for a metric that no query has for both systems. Pairs with
+    /// the teacher leave out the queries without a rewrite of the teacher.
     pub pairs: BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
     /// Number of the least used reward components that are left out, if there are too many; omitted in the JSON if it is 0.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -225,6 +230,11 @@ impl Evaluation {
         self
     }
 
+    /// True if tables and plots have `metric`: [`Evaluation::without`] has not removed it.
+    pub(crate) fn shows(&self, metric: Metric) -> bool {
+        self.systems.values().any(|system| system.metrics.contains_key(&metric))
+    }
+
     /// A warning if there are too few groups for the intervals; `None` if there are enough.
     pub(crate) fn too_few_groups(&self) -> Option<String> {
         let n = self.n_groups;
@@ -269,6 +279,7 @@ fn pool(runs: &[Index<'_>], options: &EvalOptions) -> Result<Evaluation, EvalErr
         PAIRS.into_iter().filter(|(first, second)| systems.contains(first) && systems.contains(second)).collect();
     let (components, n_components_left_out) = most_used(runs, &systems);
     Ok(Evaluation {
+        outdated: Vec::new(),
         split: options.split,
         n: queries.len(),
         n_groups: queries.values().map(|record| &record.query.group).collect::<BTreeSet<_>>().len(),
@@ -345,7 +356,8 @@ impl<'a> Pooled<'_, 'a> {
         if self.lookups.are_made() || !metric.needs_retrieval() { index.values(system, metric) } else { Vec::new() }
     }
 
-    /// The paired difference of the values that `of` returns for two systems of each run.
+    /// The paired difference of the values that `of` returns for two systems of each run, without the queries that the teacher of the pair
+    /// has no rewrite of: a missing recording is no defeat.
     fn difference(
         &self,
         of: impl Fn(&Index<'a>, &str) -> Vec<(QueryKey<'a>, f64)>,
@@ -354,7 +366,9 @@ impl<'a> Pooled<'_, 'a> {
     ) -> Option<Difference> {
         let (Interval { mean, low, high }, n) = self.interval(|index| {
             let seconds: BTreeMap<_, _> = of(index, second).into_iter().collect();
-            let firsts = of(index, first).into_iter();
+            let is_left_out =
+                |key: &QueryKey<'a>| [first, second].iter().any(|system| index.lacks_teacher(system, key));
+            let firsts = of(index, first).into_iter().filter(|(key, _)| !is_left_out(key));
             firsts.filter_map(|(key, value)| Some((key, value - seconds.get(&key)?))).collect()
         })?;
         Some(Difference { mean, low, high, n })

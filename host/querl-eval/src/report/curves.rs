@@ -1,6 +1,8 @@
 //! Training curves of the report, from metrics in `metrics.jsonl`.
 
+use crate::evaluation::Evaluation;
 use crate::facts::ServiceName;
+use crate::metric::Metric;
 use crate::page::charts::{LineChart, Points};
 use serde::Serialize;
 use serde_json::Value;
@@ -26,9 +28,9 @@ const CHARTS: &[ChartSpec] = &[
     },
     ChartSpec {
         stage: "rl",
-        title: "Win rate against the teacher",
+        title: WIN_RATE_TITLE,
         y_label: "share",
-        curves: &[("rollouts", &["win_rate"]), ("validation", &["val/win_rate"])],
+        curves: &[("rollouts", &[WIN_RATE]), ("validation", &["val/win_rate"])],
     },
     ChartSpec {
         stage: "rl",
@@ -94,6 +96,9 @@ const CHARTS: &[ChartSpec] = &[
 const NO_RETRIEVAL: &str = "none";
 const OF_RETRIEVAL: [&str; 4] = ["win_rate", "avg_top1", "avg_top1_teacher", "avg_quality"];
 
+const WIN_RATE: &str = "win_rate";
+const WIN_RATE_TITLE: &str = "Win rate against the teacher";
+
 #[derive(Debug, Serialize)]
 pub(super) struct Curves {
     rl: Vec<LineChart>,
@@ -123,14 +128,19 @@ pub(super) struct OtherMetric {
 type Recorded = BTreeMap<(String, String), BTreeMap<u64, f64>>;
 
 impl Curves {
-    pub(super) fn new(rows: &[Value], retrieval: &ServiceName) -> Self {
+    /// The curves in `rows`, without the win rate where the tables leave it out.
+    pub(super) fn new(rows: &[Value], retrieval: &ServiceName, evaluation: &Evaluation) -> Self {
         let mut recorded = read(rows);
+        let has_win_rate = evaluation.shows(Metric::WinRate);
+        if !has_win_rate {
+            recorded.retain(|(_, name), _| name.trim_start_matches("val/") != WIN_RATE);
+        }
         if retrieval.name == NO_RETRIEVAL {
             recorded.retain(|(_, name), _| !OF_RETRIEVAL.contains(&name.trim_start_matches("val/")));
         }
         let mut curves =
             Self { rl: Vec::new(), sft: Vec::new(), missing: Vec::new(), others: Vec::new(), n_others_left_out: 0 };
-        for spec in CHARTS {
+        for spec in CHARTS.iter().filter(|spec| has_win_rate || spec.title != WIN_RATE_TITLE) {
             let found = spec.curves.iter().filter_map(|curve| take(&mut recorded, spec.stage, curve)).collect();
             match LineChart::new(spec.title, spec.y_label, found) {
                 Some(chart) if spec.stage == "sft" => curves.sft.push(chart),

@@ -47,6 +47,8 @@ pub fn report_html(input: &ReportInput<'_>) -> Result<String, EvalError> {
 #[derive(Debug, Serialize)]
 struct Page {
     tenant: String,
+    /// What changed after the evaluation, one sentence each.
+    outdated: Vec<String>,
     split: &'static str,
     n_queries: usize,
     n_resamples: usize,
@@ -82,6 +84,7 @@ impl Page {
         let length_matched = evaluation.controls.as_ref().map(|controls| &controls.length_matched);
         Self {
             tenant: input.facts.tenant.clone(),
+            outdated: evaluation.outdated.clone(),
             split: evaluation.split.name(),
             n_queries: evaluation.n,
             n_resamples: evaluation.n_resamples,
@@ -106,11 +109,11 @@ impl Page {
             length_matched: tables::differences(evaluation, length_matched, &Controls::METRICS),
             pass_at_k: tables::pass_at_k(evaluation),
             forests: charts::forests(evaluation),
-            curves: curves::Curves::new(input.metrics, &input.facts.retrieval),
+            curves: curves::Curves::new(input.metrics, &input.facts.retrieval, evaluation),
             funnel: tables::funnel(input.funnel),
             timings: tables::timings(input.timings),
             calls: input.calls.to_vec(),
-            examples: examples::Examples::new(input.records, input.n_examples),
+            examples: examples::Examples::new(input.records, evaluation, input.n_examples),
         }
     }
 }

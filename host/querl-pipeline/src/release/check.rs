@@ -2,9 +2,10 @@
 
 use crate::exchange::shell_word;
 use crate::failure::Stop;
-use crate::ledger::{Inputs, Ledger, StageName, listing, rows_of};
-use crate::report::evaluation_options;
+use crate::ledger::{Inputs, Ledger, StageName, rows_of};
+use crate::report::{evaluation_options, outdated_by};
 use crate::serving::{IdentityReader, ModelIdentity, PROMPT_PLUGIN, ServedRun};
+use crate::stages::changed_after;
 use crate::stages::eval::add_decoding;
 use anyhow::Context;
 use chrono::{SecondsFormat, Utc};
@@ -157,19 +158,21 @@ impl Evaluated {
         let entry = entry.ok_or_else(not_evaluated)?;
         entry.outputs.check(dir.root(), StageName::Eval, &dir.eval_records())?;
         // An evaluation of an earlier checkpoint, or with other decoding settings, does not apply to this model.
-        let mut now = run.checkpoint_inputs()?;
+        let mut now = Inputs::default();
         add_decoding(&mut now, &run.config)?;
-        now.made_by(&ledger, StageName::Convert, &dir.split(Split::Test))?;
-        let identity = identities.read(run)?;
         let mut changed = now.changed_since(&entry.inputs.only(|name| now.has(name)));
+        run.checkpoint_inputs()?;
+        Inputs::default().made_by(&ledger, StageName::Convert, &dir.split(Split::Test))?;
+        let compared = [format!("best of {}", run.system()), format!("test.jsonl of {}", StageName::Convert)];
+        changed.extend(changed_after(dir, &ledger, StageName::Eval).into_iter().filter(|name| compared.contains(name)));
+        changed.sort();
+        let identity = identities.read(run)?;
         let plugin = &identity.digests[PROMPT_PLUGIN];
         changed.extend(
             entry.inputs.first_of(PROMPT_PLUGIN).filter(|used| !used.starts_with(plugin)).map(|_| PROMPT_PLUGIN.into()),
         );
-        if !changed.is_empty() {
-            let what = listing(&changed);
-            let message = format!("{name}: {what} changed after the evaluation; run `querl eval` again");
-            return Err(Stop::usage(message).into());
+        if let Some(outdated) = outdated_by(&changed) {
+            return Err(Stop::usage(format!("{name}: {outdated}")).into());
         }
         let mut seen = BTreeSet::new();
         for split in [Split::Train, Split::Val] {

@@ -13,7 +13,7 @@ use querl_pipeline::failure::{Stop, run_in};
 use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::pins::OnPluginChange;
 use querl_pipeline::plan::log_summary;
-use querl_pipeline::pooling::Pooling;
+use querl_pipeline::pooling::{Pooling, check_distinct};
 use querl_pipeline::report::{self, Reported};
 use querl_pipeline::run::Run;
 use querl_pipeline::stages::{Outcome, Window, funnel, recover, run_stages, summary};
@@ -174,7 +174,7 @@ pub struct ReportArgs {
     /// The run folder; several (other seeds of one experiment) are pooled query by query
     #[arg(value_name = "DIR", required = true)]
     dirs: Vec<PathBuf>,
-    /// Pool runs that differ in more than their seed, too; the table names the differences
+    /// Pool runs that differ in more than their seed, or have the same seed, too; the table says so
     #[arg(long)]
     pool: bool,
     #[command(flatten)]
@@ -185,6 +185,7 @@ pub struct ReportArgs {
 /// several.
 pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
     let runs = args.dirs.iter().map(|dir| run_in(dir)).collect::<Result<Vec<RunDir>, Stop>>()?;
+    check_distinct(&runs)?;
     let written = runs.iter().map(rewrite_report).collect::<anyhow::Result<Vec<_>>>()?;
     if let [reported] = written.as_slice() {
         return args.format.print(&reported.evaluation, || reported.table.clone());
@@ -198,5 +199,9 @@ fn rewrite_report(dir: &RunDir) -> anyhow::Result<Reported> {
     let _lock = DirLock::take(dir.root())?;
     recover(dir, &Terminal)?;
     let config = load_resolved(&dir.config())?;
-    report::write(&config, dir, &report::names(dir)?)
+    let reported = report::write(&config, dir, &report::names(dir)?)?;
+    for outdated in &reported.evaluation.outdated {
+        terminal::print(&format!("warning: {}: {outdated}", dir.root().display()));
+    }
+    Ok(reported)
 }

@@ -20,6 +20,7 @@ use querl_pipeline::failure::{Stop, run_in};
 use querl_pipeline::faults::{FaultFile, FaultedCall};
 use querl_pipeline::host_functions::{RecordedCalls, RunHostFunctions};
 use querl_pipeline::plugins::{host_options, scores_style};
+use querl_pipeline::report::scores_count_words;
 use querl_pipeline::run_logs;
 use querl_plugin::{CallReport, HostOptions, Observer, Plugin, PluginHost, PluginPort, PluginSettings};
 use querl_style::{StyleReward, turns_of_side};
@@ -325,13 +326,16 @@ fn compare(
         Ok([scoring::score(model, &episodes[..n_given], label)?, kept.clone()].concat())
     };
     let afters = score(plugin.model.as_ref(), "replay")?;
-    let (side, notes) = match other {
+    let (side, mut notes) = match other {
         Some(other) => {
             befores = score(other.model.as_ref(), "against")?.into_iter().map(Some).collect();
             (Side::Plugin(other.side), Vec::new())
         }
         None => (Side::Recorded, made_comparable(&mut befores, &plugin.side, config)),
     };
+    if config.is_some_and(|config| scores_count_words(&config.retrieval)) {
+        notes.push(WORD_SCORES.to_owned());
+    }
     let compared: Vec<ReplayEpisode<'_>> = places
         .iter()
         .zip(&episodes)
@@ -347,6 +351,10 @@ fn compare(
     let options = ReplayOptions { n_shown: args.show, seed: SEED, n_resamples: N_RESAMPLES };
     Ok(replay(&compared, side, plugin.side, notes, options))
 }
+
+/// A note on the wins by retrieval quality of a run whose scores of hits count words.
+const WORD_SCORES: &str = "retrieval quality is of scores of hits, which without a reranker or lexicon count shared words and cannot tell \
+                           right from wrong passages";
 
 /// Suffix of the component with a plugin's own total, in the weighted sum of several plugins.
 const TOTAL: &str = "/total";

@@ -12,6 +12,7 @@ use querl_core::text::printable;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::ledger::{Ledger, StageName};
+use querl_pipeline::report;
 use querl_pipeline::run_logs;
 use querl_pipeline::stages::leaks::n_lines;
 use querl_train::{Health, Metrics, ValidationProgress};
@@ -119,7 +120,7 @@ struct Snapshot {
     tenant: Option<String>,
     is_running: bool,
     stages: Vec<(StageName, StageState)>,
-    /// Notes about log files that were changed after their stage had finished.
+    /// Notes about an outdated evaluation, and about log files that were changed after their stage had finished.
     notes: Vec<String>,
     training: Option<Training>,
     episodes: Vec<EpisodeLine>,
@@ -130,6 +131,8 @@ enum StageState {
     NotBegun,
     Begun,
     Finished,
+    /// An evaluation whose model or data changed after it.
+    Outdated,
 }
 
 struct Training {
@@ -165,15 +168,17 @@ impl Snapshot {
             return Err(Stop::not_a_run(dir.root()).into());
         }
         let ledger = Ledger::open(&dir.stages())?;
+        let outdated = report::outdated(dir, &ledger);
         let state = |stage: StageName| match ledger.entry(stage.as_str()) {
             None => StageState::NotBegun,
+            Some(_) if stage == StageName::Eval && outdated.is_some() => StageState::Outdated,
             Some(entry) if entry.finished => StageState::Finished,
             Some(_) => StageState::Begun,
         };
         let stages = StageName::ALL.map(|stage| (stage, state(stage)));
         let notes = match before.filter(|before| before.stages == stages) {
             Some(before) => before.notes.clone(),
-            None => run_logs::notes(dir)?,
+            None => outdated.into_iter().chain(run_logs::notes(dir)?).collect(),
         };
         // The configuration is only needed for the planned number of steps.
         let config = load_resolved(&dir.config()).ok();
@@ -217,6 +222,9 @@ impl Training {
             for (name, value) in figures {
                 training.series.entry(name).or_default().push(value);
             }
+        }
+        if config.is_some_and(|config| report::scores_count_words(&config.retrieval)) {
+            training.series.remove("win_rate");
         }
         training.n_steps = config.and_then(|config| training.planned(dir, config));
         Ok(Some(training))
@@ -327,6 +335,24 @@ mod tests {
             assert!(text.contains(expected), "no {expected:?} in\n{text}");
         }
         assert!(text.lines().all(|line| unicode_width::UnicodeWidthStr::width(line) <= 110));
+    }
+
+    #[test]
+    fn an_evaluation_of_earlier_data_is_outdated_and_not_done() {
+        let folder = folder();
+        let text = |digest: &str| {
+            let output = serde_json::json!({ "data/test.jsonl": { "bytes": 1, "sha256": "aa" } });
+            let convert = serde_json::json!({ "inputs": {}, "finished": true, "outputs": output });
+            let eval = serde_json::json!({ "inputs": { "test.jsonl of convert": digest }, "finished": true });
+            let ledger = serde_json::json!({ "format": 1, "stages": { "convert": convert, "eval": eval } });
+            fs::write(folder.path().join("stages.json"), ledger.to_string()).unwrap();
+            picture(&Snapshot::read(&RunDir::new(folder.path()), None).unwrap(), 110).unwrap()
+        };
+        let current = text("aa");
+        assert!(current.contains("eval done") && !current.contains("after the evaluation"), "{current}");
+        let outdated = text("bb");
+        assert!(outdated.contains("eval outdated") && !outdated.contains("eval done"), "{outdated}");
+        assert!(outdated.contains("test.jsonl of convert changed after the evaluation"), "{outdated}");
     }
 
     #[test]

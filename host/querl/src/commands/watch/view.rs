@@ -64,6 +64,7 @@ fn head_lines(snapshot: &Snapshot) -> Vec<Line<'_>> {
         Line::from(vec![tenant.bold(), Span::raw("  "), Span::raw(snapshot.folder.as_str()), Span::raw("  "), state]);
     let stage = |(name, state): &(StageName, StageState)| match state {
         StageState::Finished => format!("{name} done").fg(Color::Green),
+        StageState::Outdated => format!("{name} outdated").fg(Color::Yellow),
         StageState::Begun => format!("{name} begun").fg(Color::Cyan),
         StageState::NotBegun => name.to_string().fg(Color::DarkGray),
     };
