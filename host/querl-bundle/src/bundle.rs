@@ -255,6 +255,9 @@ fn text(folder: &Path, name: &str, meaning: &str) -> Result<Vec<u8>, BundleError
 /// The golden cases by their names in the archive.
 fn golden(folder: &Path, manifest: &Manifest) -> Result<BTreeMap<String, Vec<u8>>, BundleError> {
     let golden = folder.join(&manifest.plugin.golden);
+    if let Some(link) = golden.ancestors().take_while(|path| *path != folder).find(|path| path.is_symlink()) {
+        return Err(BundleError::folder(link, "is a link; a bundle takes no links and folders here"));
+    }
     let mut files = BTreeMap::new();
     if !golden.exists() && manifest.plugin.golden == "golden" {
         return Ok(files);

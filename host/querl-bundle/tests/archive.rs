@@ -187,6 +187,23 @@ fn link_in_a_folder_is_not_packed() {
     assert!(error.contains("link.jsonl: is not a plain file; a bundle takes no links"), "{error}");
 }
 
+/// Symptom: files from outside of the plugin's folder were packed.
+#[cfg(unix)]
+#[test]
+fn golden_folder_behind_a_link_is_not_packed() {
+    for (golden, link) in [("golden", "golden"), ("tests/golden", "tests/golden"), ("tests/golden", "tests")] {
+        let (folder, outside) = (plugin_folder(), tempfile::tempdir().unwrap());
+        std::fs::rename(folder.path().join("golden"), outside.path().join("golden")).unwrap();
+        let manifest = common::MANIFEST.replace("range =", &format!("golden = \"{golden}\"\nrange ="));
+        std::fs::write(folder.path().join("plugin.toml"), manifest).unwrap();
+        std::fs::create_dir_all(folder.path().join(link).parent().unwrap()).unwrap();
+        let target = if link == "tests" { outside.path().to_owned() } else { outside.path().join("golden") };
+        std::os::unix::fs::symlink(target, folder.path().join(link)).unwrap();
+        let error = pack(folder.path(), &component()).unwrap_err().to_string();
+        assert!(error.ends_with(&format!("{link}: is a link; a bundle takes no links and folders here")), "{error}");
+    }
+}
+
 #[test]
 fn golden_folder_of_another_name_becomes_golden() {
     let folder = plugin_folder();

@@ -63,7 +63,7 @@ pub enum CheckEvent<'a> {
         /// Short and stable name of the check: `batch_equals_singles`.
         name: &'a str,
     },
-    /// The check has ended. A skipped check has no start.
+    /// The check has ended. A check that is skipped without a call has no events.
     Ended {
         /// The check with its result.
         check: &'a Check,
@@ -111,10 +111,22 @@ impl Section {
 
     /// Runs a check and records its result.
     pub(crate) fn add(&mut self, name: impl Into<String>, rule: &str, check: impl FnOnce() -> CheckResult) {
+        self.add_or_skip(name, rule, "", || check().map(Some));
+    }
+
+    /// As [`add`](Self::add), but a check that returns `None` is recorded as skipped, with the reason `why`.
+    pub(crate) fn add_or_skip(
+        &mut self,
+        name: impl Into<String>,
+        rule: &str,
+        why: &str,
+        check: impl FnOnce() -> Result<Option<String>, Violation>,
+    ) {
         let (name, started) = (name.into(), Instant::now());
         self.progress.report(CheckEvent::Started { kind: self.kind, name: &name });
         let (note, outcome) = match check() {
-            Ok(note) => (note, Outcome::Passed),
+            Ok(Some(note)) => (note, Outcome::Passed),
+            Ok(None) => (String::new(), Outcome::Skipped { why: why.into() }),
             Err(violation) => {
                 let [sent, returned, expected] =
                     [&violation.sent, &violation.returned, violation.expected.as_deref().unwrap_or(rule)]

@@ -89,6 +89,19 @@ fn forms_of_one_reward_that_differ_are_found() {
     );
 }
 
+/// Symptom: the check passed although every call trapped.
+#[test]
+fn forms_that_only_fault_are_not_compared() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("packed-panics.wasm");
+    std::fs::write(&path, common::wat::component("packed-panics")).unwrap();
+    let report = querl_conformance::run(&path, &common::options("")).unwrap();
+    assert!(failed(&report).contains(&"length_and_order"), "{}", report.text());
+    let outcome = &check(&report, "packed_equals_records").outcome;
+    let expected = "every call ended in a fault, so that no results can be compared";
+    assert!(matches!(outcome, Outcome::Skipped { why } if why == expected), "{outcome:?}");
+}
+
 #[test]
 fn each_breach_of_a_filter_is_found_by_its_checks() {
     for (breach, checks) in [

@@ -1,6 +1,7 @@
 //! Types that all crates of querl share: pipeline records, traits of external components (teacher, judge, retriever,
 //! environment, plugins), the resolved configuration, the layout of a run directory, atomic file writes, the reader of models'
-//! configurations, a scan of stored floats for NaN and Inf, the memory of the process, and sanitised text for terminals.
+//! configurations, a scan of stored floats for NaN and Inf, the memory of the process, a rate limit of log lines, and sanitised
+//! text for terminals.
 //!
 //! This crate must not depend on tensors, WebAssembly, HTTP or an async runtime.
 
@@ -38,6 +39,7 @@ pub mod edits;
 pub mod episodes;
 pub mod floats;
 pub mod fsx;
+pub mod log_limit;
 pub mod memory;
 pub mod model_config;
 pub mod ports;

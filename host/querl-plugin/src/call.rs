@@ -4,8 +4,9 @@ use crate::contract::{GuestInstance, ItemResult};
 use crate::engine::Slots;
 use crate::fault::{self, CallPhase};
 use crate::guest::{CallTime, Guest, HostCalls};
-use crate::limits::{CallSize, Limits, LogBudget, UsedNames};
+use crate::limits::{CallSize, Limits, UsedNames};
 use crate::load::{Exports, PluginKind};
+use crate::log::PluginLog;
 use crate::series::Series;
 use querl_core::config::OnLimit;
 use querl_core::ports::{EpisodeInputs, FaultKind, HostFunctions, PluginFault};
@@ -113,7 +114,7 @@ pub(crate) struct Caller {
     pub(crate) inputs: EpisodeInputs,
     /// Number of items that this plugin hit a limit at and that were dropped, since the host was started.
     pub(crate) n_dropped: Arc<AtomicU64>,
-    pub(crate) log_budget: Arc<LogBudget>,
+    pub(crate) log: Arc<PluginLog>,
     pub(crate) used_names: Arc<UsedNames>,
 }
 
@@ -168,11 +169,10 @@ impl Caller {
     fn new_store(&self, size: CallSize, start: Instant, item_id: &str) -> Store<Guest> {
         let limits = &self.limits.values;
         let mut guest = Guest::new(
-            self.title.clone(),
+            self.log.clone(),
             self.settings.clone(),
             limits.memory_bytes,
             limits.log_bytes,
-            self.log_budget.clone(),
             CallTime::new(start, Duration::from_millis(limits.timeout_ms)),
         );
         guest.host = self.functions.as_ref().map(|(kind, functions)| HostCalls {

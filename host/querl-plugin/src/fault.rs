@@ -61,6 +61,10 @@ fn trapped(trap: Trap, guest: &Guest, limits: &Limits, size: CallSize) -> (Fault
         Trap::StackOverflow => {
             (FaultKind::Trap, format!("recursed too deeply: its stack of {WASM_STACK_BYTES} bytes is used up"))
         }
+        // Compilers keep a stack of their own in the linear memory, which deep recursion overflows before that of WebAssembly.
+        Trap::MemoryOutOfBounds => {
+            (FaultKind::Trap, format!("trapped: {trap}; possibly a stack overflow by deep recursion"))
+        }
         trap => (FaultKind::Trap, format!("trapped: {trap}")),
     }
 }
@@ -170,7 +174,11 @@ fn last_words(stderr: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::guest::CallTime;
+    use crate::log::PluginLog;
     use querl_core::config::PluginLimits;
+    use std::sync::Arc;
+    use std::time::Instant;
 
     #[test]
     fn machine_without_memory_is_not_the_plugins_fault() {
@@ -180,6 +188,18 @@ mod tests {
         assert_eq!(kind, FaultKind::Host);
         assert!(message.starts_with("this host could not start it: maximum concurrent"), "{message}");
         assert_eq!(refused(CallPhase::Running, &error, &limits).0, FaultKind::Result);
+    }
+
+    /// Symptom: deep recursion of a guest in Rust was reported without a word about recursion.
+    #[test]
+    fn access_out_of_bounds_names_deep_recursion() {
+        let time = CallTime::new(Instant::now(), Duration::from_secs(60));
+        let guest = Guest::new(Arc::new(PluginLog::new("x 0.1.0".into(), 0)), Arc::default(), 0, 0, time);
+        let limits = Limits::of_host(&PluginLimits::default());
+        let (kind, message) = trapped(Trap::MemoryOutOfBounds, &guest, &limits, CallSize::of(1));
+        assert_eq!(kind, FaultKind::Trap);
+        let expected = "trapped: wasm trap: out of bounds memory access; possibly a stack overflow by deep recursion";
+        assert_eq!(message, expected);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The host's state of one guest instance (the data of its store), and the host functions that guests call.
 
 use crate::engine::{CORE_INSTANCES, MEMORIES, TABLE_ELEMENTS, TABLES};
-use crate::limits::{Line, LogBudget};
+use crate::log::{Level, MIN_LINE_BYTES, PluginLog};
 use crate::text::{is_key, printable};
 use querl_bundle::{HostInterface, Kind};
 use querl_core::ports::HostFunctions;
@@ -9,11 +9,7 @@ use querl_core::records::{HostCallError, HostRequest, HostResponse};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use wasmtime::component::{ComponentType, Lift};
 use wasmtime::{Error, ResourceLimiter, Result, StoreContextMut, Trap};
-
-/// Minimum number of bytes that a log line counts as: about the size of the prefix that the host writes.
-const MIN_LINE_BYTES: usize = 64;
 
 /// Fuel for one host call, in addition to one per byte that is copied.
 const HOST_CALL_FUEL: u64 = 100;
@@ -29,22 +25,6 @@ const MAX_HANDLES: usize = 4096;
 #[error("{0}")]
 pub(crate) struct HostRefusal(pub(crate) String);
 
-/// Level of a line that a guest logs (`log.level` of the contract).
-#[derive(Debug, Clone, Copy, ComponentType, Lift)]
-#[component(enum)]
-#[repr(u8)]
-#[allow(dead_code, reason = "made from what a guest passes")]
-pub(crate) enum Level {
-    #[component(name = "debug")]
-    Debug,
-    #[component(name = "info")]
-    Info,
-    #[component(name = "warn")]
-    Warn,
-    #[component(name = "error")]
-    Error,
-}
-
 /// Charges fuel for a host call that copies `n_bytes`, since fuel counts guest instructions only. A guest without enough fuel is
 /// stopped at its next instruction.
 pub(crate) fn charge(store: &mut StoreContextMut<'_, Guest>, n_bytes: usize) {
@@ -55,8 +35,7 @@ pub(crate) fn charge(store: &mut StoreContextMut<'_, Guest>, n_bytes: usize) {
 
 /// State of one guest instance on the host's side; the data of its wasmtime store.
 pub(crate) struct Guest {
-    /// The plugin's name and version, for log lines.
-    pub(crate) plugin: Arc<str>,
+    plugin_log: Arc<PluginLog>,
     pub(crate) settings: Arc<BTreeMap<String, String>>,
     /// Keys of the settings that the guest has read.
     pub(crate) keys_read: BTreeSet<String>,
@@ -76,21 +55,18 @@ pub(crate) struct Guest {
     log_bytes_left: usize,
     log_bytes: usize,
     is_log_cut: bool,
-    /// Bytes that all calls of the plugin together may still log.
-    log_budget: Arc<LogBudget>,
 }
 
 impl Guest {
     pub(crate) fn new(
-        plugin: Arc<str>,
+        plugin_log: Arc<PluginLog>,
         settings: Arc<BTreeMap<String, String>>,
         memory_bytes: usize,
         log_bytes: usize,
-        log_budget: Arc<LogBudget>,
         time: CallTime,
     ) -> Self {
         Self {
-            plugin,
+            plugin_log,
             settings,
             keys_read: BTreeSet::new(),
             memory: MemoryBudget {
@@ -109,7 +85,6 @@ impl Guest {
             log_bytes_left: log_bytes,
             log_bytes,
             is_log_cut: false,
-            log_budget,
         }
     }
 
@@ -150,33 +125,16 @@ impl Guest {
         }
         let room = self.log_bytes_left;
         self.is_log_cut = room == 0 || message.len() > room;
-        let n_bytes = message.len().max(MIN_LINE_BYTES).min(room);
-        self.log_bytes_left = room - n_bytes;
+        self.log_bytes_left = room.saturating_sub(message.len().max(MIN_LINE_BYTES));
         if room > 0 {
-            self.logged.push(format!("{}: {}", format!("{level:?}").to_lowercase(), printable(message, room)));
-        }
-        let (plugin, line) = (&*self.plugin, self.log_budget.take(n_bytes.max(1)));
-        if line == Line::Silent {
-            return;
-        }
-        if room > 0 {
-            write(plugin, level, &printable(message, room));
+            let line = printable(message, room);
+            self.plugin_log.write(level, &line);
+            self.logged.push(format!("{}: {line}", format!("{level:?}").to_lowercase()));
         }
         if self.is_log_cut {
-            tracing::warn!(plugin, "logged more than {} bytes in one call; the rest is cut", self.log_bytes);
+            let note = format!("logged more than {} bytes in one call; the rest is cut", self.log_bytes);
+            self.plugin_log.write(Level::Warn, &note);
         }
-        if line == Line::Last {
-            tracing::warn!(plugin, "has used up its log budget; further lines are not shown");
-        }
-    }
-}
-
-fn write(plugin: &str, level: Level, line: &str) {
-    match level {
-        Level::Debug => tracing::debug!(plugin, "{line}"),
-        Level::Info => tracing::info!(plugin, "{line}"),
-        Level::Warn => tracing::warn!(plugin, "{line}"),
-        Level::Error => tracing::error!(plugin, "{line}"),
     }
 }
 

@@ -13,8 +13,9 @@ use crate::engine::{self, MemoryReservation, Slots};
 use crate::error::PluginError;
 use crate::filter::FilterPlugin;
 use crate::host_functions::OnlyStyleModel;
-use crate::limits::{CallSize, Limits, LogBudget};
+use crate::limits::{CallSize, Limits};
 use crate::load::{self, Exports, LinkedComponent, LoadedPlugin, OpenedSource, Plugin, PluginFile, PluginKind};
+use crate::log::PluginLog;
 use crate::prompts::PromptPlugin;
 use crate::reward::{RewardForm, RewardPlugin, StylePlugin};
 use crate::series::Series;
@@ -252,16 +253,16 @@ impl PluginHost {
         let component =
             component.map_err(|error| PluginError::Compile { path: opened.file.clone(), reason: error.to_string() })?;
         let (exports, kinds) = load::link(&shared.engine, &opened.file, &component)?;
-        let log_budget = Arc::new(LogBudget::new(shared.options.limits.log_bytes));
-        let description = self.describe(&opened.file, &exports, kinds, &log_budget)?;
+        let description = self.describe(&opened.file, &exports, kinds)?;
+        let title = format!("{} {}", description.name, description.version);
         let linked = LinkedComponent {
-            title: format!("{} {}", description.name, description.version),
+            log: Arc::new(PluginLog::new(title.clone(), shared.options.limits.log_bytes)),
+            title,
             description,
             digest,
             n_bytes: bytes.len(),
             exports,
             n_dropped: Arc::default(),
-            log_budget,
             used_names: Arc::default(),
         };
         let linked = Arc::new(linked);
@@ -269,13 +270,7 @@ impl PluginHost {
     }
 
     /// The component's `info.describe`, checked.
-    fn describe(
-        &self,
-        file: &Path,
-        exports: &Exports,
-        kinds: Vec<PluginKind>,
-        log_budget: &Arc<LogBudget>,
-    ) -> Result<Description, PluginError> {
+    fn describe(&self, file: &Path, exports: &Exports, kinds: Vec<PluginKind>) -> Result<Description, PluginError> {
         let shared = &*self.shared;
         let caller = Caller {
             name: file.display().to_string().into(),
@@ -290,7 +285,7 @@ impl PluginHost {
             rechecks: shared.options.rechecks,
             inputs: EpisodeInputs::default(),
             n_dropped: Arc::default(),
-            log_budget: log_budget.clone(),
+            log: Arc::new(PluginLog::new(file.display().to_string(), shared.options.limits.log_bytes)),
             used_names: Arc::default(),
         };
         let described = caller.call("info.describe", CallSize::of(1), |GuestInstance { store, instance }| {
@@ -357,7 +352,7 @@ impl PluginHost {
             rechecks: shared.options.rechecks,
             inputs: linked.description.inputs,
             n_dropped: linked.n_dropped.clone(),
-            log_budget: linked.log_budget.clone(),
+            log: linked.log.clone(),
             used_names: linked.used_names.clone(),
         };
         let (checked, known) =

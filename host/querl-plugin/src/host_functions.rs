@@ -3,7 +3,8 @@
 //! Departure from generated bindings: each charges fuel for the bytes that it copies. Otherwise a guest that only calls the host could
 //! use far more time than its fuel allows.
 
-use crate::guest::{Guest, HostRefusal, Level, charge};
+use crate::guest::{Guest, HostRefusal, charge};
+use crate::log::Level;
 use crate::series::{PREFIX, Series};
 use crate::{v0_1, v0_2};
 use querl_bundle::HostInterface;

@@ -28,6 +28,7 @@ mod host_functions;
 mod json;
 mod limits;
 mod load;
+mod log;
 mod packed;
 mod prompts;
 mod recheck;

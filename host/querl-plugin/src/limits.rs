@@ -15,7 +15,6 @@ use querl_bundle::Manifest;
 use querl_core::config::PluginLimits;
 use querl_core::ports::RewardRange;
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{PoisonError, RwLock};
 
 /// The host's limits, lowered by the plugin's manifest. All items of a call share its fuel.
@@ -78,40 +77,6 @@ impl CallSize {
     /// limits together with the others also does so without them.
     pub(crate) fn part_of(n_batch: usize, n_items: usize) -> Self {
         Self { n_items, n_fuel_items: n_batch }
-    }
-}
-
-/// A plugin may log `FULL_CALLS * log_bytes` bytes in a run. A run makes 100,000 calls and more, so that a limit per call alone would allow
-/// gigabytes.
-const FULL_CALLS: usize = 64;
-
-/// Bytes that a plugin may still log until the host ends.
-#[derive(Debug)]
-pub(crate) struct LogBudget(AtomicUsize);
-
-/// Whether a line of a guest is written to the log.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Line {
-    Written,
-    /// Written as the last line: the log budget of the plugin is used up.
-    Last,
-    Silent,
-}
-
-impl LogBudget {
-    /// The budget of a plugin whose calls may log `log_bytes` each.
-    pub(crate) fn new(log_bytes: usize) -> Self {
-        Self(AtomicUsize::new(log_bytes.saturating_mul(FULL_CALLS)))
-    }
-
-    pub(crate) fn take(&self, n_bytes: usize) -> Line {
-        let before =
-            self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| Some(left.saturating_sub(n_bytes)));
-        match before.unwrap_or_else(|left| left) {
-            0 => Line::Silent,
-            left if left <= n_bytes => Line::Last,
-            _ => Line::Written,
-        }
     }
 }
 
@@ -217,11 +182,5 @@ mod tests {
         assert!(add(0..all.len()).unwrap_err().starts_with("component `part_256` is one name more than the 256 "));
         all[1..].iter().for_each(|code| names.add_code(code).unwrap());
         assert!(names.add_code("late").unwrap_err().starts_with("code `late` is one name more than the 256 "));
-    }
-
-    #[test]
-    fn budget_ends_once() {
-        let budget = LogBudget::new(1);
-        assert_eq!([63, 1, 1].map(|n_bytes| budget.take(n_bytes)), [Line::Written, Line::Last, Line::Silent]);
     }
 }

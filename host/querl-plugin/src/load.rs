@@ -5,7 +5,8 @@ use crate::contract::Contract;
 use crate::description::Description;
 use crate::error::PluginError;
 use crate::guest::Guest;
-use crate::limits::{Limits, LogBudget, UsedNames};
+use crate::limits::{Limits, UsedNames};
+use crate::log::PluginLog;
 use crate::series::{self, Series};
 use crate::source::SourceFolders;
 use crate::{host_functions, source, v0_1, v0_2, wasi};
@@ -259,8 +260,7 @@ pub(crate) struct LinkedComponent {
     pub(crate) exports: Exports,
     /// Number of items dropped at limits since the host was started.
     pub(crate) n_dropped: Arc<AtomicU64>,
-    /// Bytes that the plugin may still log until the host ends.
-    pub(crate) log_budget: Arc<LogBudget>,
+    pub(crate) log: Arc<PluginLog>,
     /// Names of components and codes of rejections that the plugin has used since the host was started.
     pub(crate) used_names: Arc<UsedNames>,
 }

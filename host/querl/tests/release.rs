@@ -164,6 +164,24 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     assert!(project.read("releases/history.jsonl").starts_with(&before), "lines are only added");
 }
 
+/// Symptom: a reason with escapes and a line break was stored, and printed as it was.
+#[test]
+fn a_reason_cannot_write_to_the_terminal() {
+    let project = Project::new();
+    let reason = "x\u{1b}[31m\nINFO fake";
+    let refused = project.refusal(&["release", "promote", "run", "--without_check", reason], 2);
+    assert_eq!(refused, "--without_check: expected a reason on one line, without control characters");
+
+    let entry = json!({"time": "2026-11-01T08:00:00Z", "tenant": "shop", "action": "promote", "run": "run", "version": "abc",
+        "digests": {}, "reason": reason, "who": "some\u{1b}[1mbody"});
+    std::fs::create_dir(project.path("releases")).unwrap();
+    project.write("releases/history.jsonl", &format!("{entry}\n"));
+    let history = release(&project, &["history"]).ok();
+    let expected = "2026-11-01T08:00:00Z by some[1mbody: tenant shop: run (version abc) serves, without check: x[31m INFO fake\n\
+                    tenant shop: run serves\n";
+    assert_eq!(history.stdout, expected);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_follows_promotions_and_rollbacks_without_a_failed_response() {
     let project = project();

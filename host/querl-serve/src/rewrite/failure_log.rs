@@ -1,5 +1,6 @@
 //! Rate-limited warnings about failed requests, which are many under overload or while another service is down.
 
+use querl_core::log_limit::LogLimit;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,13 +9,12 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub(super) struct FailureLog {
     interval: Duration,
-    lines: Mutex<BTreeMap<(String, &'static str), LastLine>>,
+    lines: Mutex<BTreeMap<(String, &'static str), FailureLines>>,
 }
 
 #[derive(Debug)]
-struct LastLine {
-    at: Instant,
-    n_since: u64,
+struct FailureLines {
+    limit: LogLimit,
     /// True until a line reports that requests succeed again.
     is_open: bool,
 }
@@ -41,24 +41,19 @@ impl FailureLog {
     /// Number of failures since the last line; `None` if it is too early for the next line.
     fn n_since(&self, subject: &str, reason: &'static str, now: Instant) -> Option<u64> {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        let first = LastLine { at: now, n_since: 0, is_open: true };
-        let Some(last) = lines.get_mut(&(subject.to_owned(), reason)) else {
-            lines.insert((subject.to_owned(), reason), first);
-            return Some(0);
-        };
-        if now.duration_since(last.at) < self.interval {
-            last.n_since += 1;
-            return None;
-        }
-        Some(std::mem::replace(last, first).n_since)
+        let first = || FailureLines { limit: LogLimit::new(1, self.interval), is_open: false };
+        let lines = lines.entry((subject.to_owned(), reason)).or_insert_with(first);
+        let n_since = lines.limit.admit(now)?;
+        lines.is_open = true;
+        Some(n_since)
     }
 
     /// Number of failures since the last line; `None` if the last line is not about a failure.
     fn n_until_success(&self, subject: &str, reason: &'static str) -> Option<u64> {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        let last = lines.get_mut(&(subject.to_owned(), reason)).filter(|last| last.is_open)?;
-        last.is_open = false;
-        Some(std::mem::take(&mut last.n_since))
+        let lines = lines.get_mut(&(subject.to_owned(), reason)).filter(|lines| lines.is_open)?;
+        lines.is_open = false;
+        Some(lines.limit.take_left_out())
     }
 }
 

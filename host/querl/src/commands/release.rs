@@ -6,6 +6,7 @@ use crate::terminal;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use querl_core::serving::CandidateMode;
+use querl_core::text::printable;
 use querl_eval::{ComparisonVerdict, Metric};
 use querl_pipeline::release::{
     Action, Against, CheckOptions, HistoryEntry, PromoteOptions, ReleasesFolder, check, promote, rollback, tenants_of,
@@ -200,6 +201,9 @@ fn run_check(args: &CheckArgs) -> anyhow::Result<()> {
 }
 
 fn run_promote(args: &PromoteArgs) -> anyhow::Result<()> {
+    if args.without_check.as_ref().is_some_and(|reason| reason.contains(char::is_control)) {
+        return Err(usage("--without_check: expected a reason on one line, without control characters").into());
+    }
     let (folder, run) = (ReleasesFolder::new(&args.folder.releases), served_run(&args.run)?);
     let candidate = match args.canary {
         Some(share) => Some(CandidateMode::Canary(share)),
@@ -215,6 +219,7 @@ fn run_promote(args: &PromoteArgs) -> anyhow::Result<()> {
             args.format.print(entry, || sentence(&folder, entry) + "\n")?;
             if let Some((_, reason)) = state.returned.filter(|(version, _)| *version == entry.release.identity.version)
             {
+                let reason = printable(&reason, usize::MAX);
                 terminal::print(&format!("{name}: it was a candidate before, which a server ended: {reason}"));
             }
         }
@@ -248,7 +253,7 @@ fn run_history(args: &HistoryArgs) -> anyhow::Result<()> {
     args.format.print(&entries, || {
         let mut text = String::new();
         for entry in &entries {
-            let who = entry.who.as_ref().map_or(String::new(), |who| format!(" by {who}"));
+            let who = entry.who.as_ref().map_or(String::new(), |who| format!(" by {}", printable(who, usize::MAX)));
             let _ = writeln!(text, "{}{who}: {}", entry.time, sentence(&folder, entry));
         }
         for (tenant, state) in
@@ -273,7 +278,7 @@ fn run_history(args: &HistoryArgs) -> anyhow::Result<()> {
     })
 }
 
-/// A sentence about an entry of the history, without its time and user.
+/// A sentence about an entry of the history, without its time and user. Printable: earlier versions kept any reason.
 fn sentence(folder: &ReleasesFolder, entry: &HistoryEntry) -> String {
     let HistoryEntry { tenant, action, release, share, replaced, evidence, reason, .. } = entry;
     let run = format!("{} (version {})", folder.run_folder(release).display(), release.identity.version);
@@ -296,7 +301,7 @@ fn sentence(folder: &ReleasesFolder, entry: &HistoryEntry) -> String {
         let what = if matches!(action, Action::AutomaticReturn) { "" } else { "without check: " };
         let _ = write!(text, ", {what}{reason}");
     }
-    text
+    printable(&text, usize::MAX)
 }
 
 fn user() -> Option<String> {

@@ -160,7 +160,11 @@ fn print_check(event: CheckEvent<'_>) {
     match event {
         CheckEvent::Started { kind, name } => terminal::show_running(&format!("{:<12}  {name}", group(kind))),
         CheckEvent::Ended { check, elapsed } => {
-            let said = if matches!(check.outcome, Outcome::Failed(_)) { "failed" } else { "passed" };
+            let said = match check.outcome {
+                Outcome::Passed => "passed",
+                Outcome::Failed(_) => "failed",
+                Outcome::Skipped { .. } => "skipped",
+            };
             let (group, seconds) = (group(check.kind), elapsed.as_secs_f64());
             terminal::print(&format!("{group:<12}  {:<48} {said}  {seconds:.2} s", check.name));
         }
