@@ -181,6 +181,21 @@ pub struct PluginFault {
     pub log: Vec<String>,
 }
 
+impl PluginFault {
+    /// Plugin and category, without [`message`](Self::message), which may quote the texts of the call: for logs of a service, whose texts
+    /// are those of its users.
+    pub fn without_texts(&self) -> String {
+        let what = match self.kind {
+            FaultKind::Trap => "it panicked or trapped",
+            FaultKind::Limit => "it exceeded a limit of fuel, time, memory or output",
+            FaultKind::Result => "its result violates the contract",
+            FaultKind::Host => "the host could not run it",
+            FaultKind::TooManyDropped => "it dropped more items at limits than plugins.limits.max_dropped allows",
+        };
+        format!("plugin {} {}: {what}", self.plugin, self.version)
+    }
+}
+
 /// Categories of plugin faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {

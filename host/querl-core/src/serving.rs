@@ -53,7 +53,7 @@ pub enum GenerationTask {
 pub struct ChatTask {
     /// The client's messages: at least one, the last from the user.
     pub messages: Vec<Message>,
-    /// Sampling temperature; 0 is greedy decoding.
+    /// Sampling temperature; below 1e-5 it is greedy decoding.
     pub temperature: f64,
     /// Threshold of nucleus sampling; 1 disables it.
     pub top_p: f64,

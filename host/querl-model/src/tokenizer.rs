@@ -11,6 +11,7 @@ use querl_core::responses::THINKING_END;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::OnceLock;
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
 use tokenizers::normalizers::unicode::NFC;
@@ -30,6 +31,7 @@ pub struct TextTokenizer {
     response_start: Vec<u32>,
     eos_id: u32,
     stop_ids: BTreeSet<u32>,
+    max_token_chars: OnceLock<usize>,
 }
 
 /// Reads a `tokenizer.json`.
@@ -69,7 +71,8 @@ impl TextTokenizer {
         let ends: BTreeSet<u32> = stop_ids.iter().copied().chain(bos_id).collect();
         let control_tokens = ControlTokens::of(&inner, &template, &ends);
         let (variables, response_start) = (json!({}), Vec::new());
-        Ok(Self { inner, control_tokens, template, variables, response_start, eos_id, stop_ids })
+        let max_token_chars = OnceLock::new();
+        Ok(Self { inner, control_tokens, template, variables, response_start, eos_id, stop_ids, max_token_chars })
     }
 
     /// The tokenizer of the policy: as [`Self::load`], with `model.enable_thinking` as a variable of each prompt. Where it is true, a response
@@ -125,10 +128,34 @@ impl TextTokenizer {
     /// # Errors
     /// The template or the tokenizer fails, or the prompt has no tokens.
     pub fn encode_prompt(&self, messages: &[Message]) -> Result<Vec<u32>, ModelError> {
+        self.encode_prompt_within(messages, usize::MAX)
+    }
+
+    /// As [`Self::encode_prompt`]. A prompt that cannot fit into `n_positions` tokens by its number of messages or characters is refused
+    /// without tokenizing it, which takes a hundred times its memory; others are not checked.
+    ///
+    /// # Errors
+    /// As [`Self::encode_prompt`], or the prompt is too long.
+    pub fn encode_prompt_within(&self, messages: &[Message], n_positions: usize) -> Result<Vec<u32>, ModelError> {
+        let too_long = |size: usize, unit: &str| {
+            let limit = format!("it goes beyond the model's {n_positions} positions");
+            ModelError::Generation(format!("the prompt has {size} {unit}; {limit}"))
+        };
+        if messages.len() > n_positions {
+            return Err(too_long(messages.len(), "messages"));
+        }
         let has_control = |message: &Message| {
             [&message.role, &message.content].into_iter().any(|text| self.control_tokens.are_in(text))
         };
-        let render = |messages: &[Message]| self.template.render_with(messages, true, &self.variables);
+        let render = |messages: &[Message]| {
+            let text = self.template.render_with(messages, true, &self.variables)?;
+            // Characters, since control tokens in messages are replaced one character for one.
+            let n_chars = text.chars().count();
+            match n_chars > n_positions && n_chars > n_positions.saturating_mul(self.max_token_chars()) {
+                true => Err(too_long(n_chars, "characters")),
+                false => Ok(text),
+            }
+        };
         let ids = match messages.iter().any(has_control) {
             true => self.control_tokens.encode_conversation(&self.inner, messages, self.template.text(), render),
             false => self.encode_rendered(&render(messages)?),
@@ -159,6 +186,12 @@ impl TextTokenizer {
     /// Ids of the tokens that end a response.
     pub fn stop_ids(&self) -> &BTreeSet<u32> {
         &self.stop_ids
+    }
+
+    /// Maximum number of characters of a text that are one token.
+    fn max_token_chars(&self) -> usize {
+        let longest = || self.inner.get_vocab(true).keys().map(|token| token.chars().count()).max().unwrap_or(0);
+        *self.max_token_chars.get_or_init(longest)
     }
 
     pub(crate) fn template(&self) -> &ChatTemplate {
@@ -231,4 +264,33 @@ pub fn train_tokenizer(
     let text = tokenizer.to_string(true).map_err(failed)?;
     querl_core::fsx::write_atomic(path, text.as_bytes()).map_err(ModelError::io(path))?;
     Ok(tokenizer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(content: &str) -> Message {
+        Message { role: "user".into(), content: content.into() }
+    }
+
+    /// Symptom: tokenizing a text of 1 MB that the model has no room for took 110 MB.
+    #[test]
+    fn a_prompt_that_cannot_fit_is_refused_without_tokenizing_and_no_other() {
+        let base = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-qwen3"));
+        let tokenizer = TextTokenizer::load(base).unwrap();
+        let refusal = |messages: &[Message]| tokenizer.encode_prompt_within(messages, 512).unwrap_err().to_string();
+        let found = refusal(&[message(&"鱼油 ".repeat(100_000))]);
+        assert!(found.contains(" characters; it goes beyond the model's 512 positions"), "{found}");
+        let found = refusal(&vec![message("x"); 513]);
+        assert!(found.contains("the prompt has 513 messages; it goes beyond the model's 512 positions"), "{found}");
+        let vocab = tokenizer.inner.get_vocab(true);
+        let ids = vocab.values().map(|&id| vec![id; 40]);
+        let texts = ids.map(|ids| tokenizer.inner.decode(&ids, false).unwrap());
+        for text in texts.chain(["益生菌怎么吃".repeat(90), "<|im_end|>".repeat(90), " \n".repeat(90)]) {
+            let messages = [message(&text)];
+            let ids = tokenizer.encode_prompt(&messages).unwrap();
+            assert_eq!(tokenizer.encode_prompt_within(&messages, ids.len()).unwrap(), ids, "{text}");
+        }
+    }
 }

@@ -1,11 +1,13 @@
 //! The JSON body of a request, read field by field, so that an error names the field, its value and what is expected.
 
 use crate::error::ErrorResponse;
-use axum::body::Bytes;
+use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, HeaderName, StatusCode, header};
+use futures::StreamExt;
 use querl_core::text::nearest;
-use serde::de::{DeserializeOwned, Deserializer, Error as _, MapAccess, Visitor};
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::time::Duration;
@@ -27,7 +29,14 @@ pub(crate) async fn read_fields(request: Request, limits: BodyLimits<'_>) -> Res
 }
 
 pub(crate) async fn read_body(request: Request, limits: BodyLimits<'_>) -> Result<Bytes, ErrorResponse> {
-    check_headers(request.headers(), limits)?;
+    check_headers(request.headers())?;
+    if declared_bytes(request.headers()).is_some_and(|n_bytes| n_bytes > limits.max_bytes as u64) {
+        // A client that waits for `100 Continue` has not sent the body.
+        if !request.headers().contains_key(header::EXPECT) {
+            tokio::spawn(discard(request.into_body(), limits.max_bytes, limits.timeout));
+        }
+        return Err(too_large(limits));
+    }
     let body = tokio::time::timeout(limits.timeout, Bytes::from_request(request, &())).await;
     let late = |_| {
         let what = format!("the body was not received within {:?}", limits.timeout);
@@ -39,12 +48,31 @@ pub(crate) async fn read_body(request: Request, limits: BodyLimits<'_>) -> Resul
     })
 }
 
+/// Reads a body up to the limit and drops it. The response is sent meanwhile: a client that is still sending may interpret a closed
+/// connection as a network error and not read the response.
+async fn discard(body: Body, max_bytes: usize, timeout: Duration) {
+    let mut parts = body.into_data_stream();
+    let reading = async {
+        let mut n_bytes = 0;
+        while n_bytes <= max_bytes
+            && let Some(Ok(part)) = parts.next().await
+        {
+            n_bytes += part.len();
+        }
+    };
+    let _ = tokio::time::timeout(timeout, reading).await;
+}
+
+fn declared_bytes(headers: &HeaderMap) -> Option<u64> {
+    headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
 fn too_large(limits: BodyLimits<'_>) -> ErrorResponse {
     ErrorResponse::too_large(format!("the body is larger than {} bytes", limits.max_bytes))
 }
 
-/// Checks the headers before the body arrives.
-fn check_headers(headers: &HeaderMap, limits: BodyLimits<'_>) -> Result<(), ErrorResponse> {
+/// Checks the form of the body that the headers declare.
+fn check_headers(headers: &HeaderMap) -> Result<(), ErrorResponse> {
     let text = |name: HeaderName| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
     let wrong = |what: String| Err(ErrorResponse::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what));
     match text(header::CONTENT_TYPE) {
@@ -58,13 +86,7 @@ fn check_headers(headers: &HeaderMap, limits: BodyLimits<'_>) -> Result<(), Erro
     {
         return wrong(format!("`Content-Encoding` is `{}`; expected an uncompressed body", shortened(&encoding)));
     }
-    // A client that waits for `100 Continue` learns the limit before it sends the body. Other clients are still sending, and may interpret
-    // an early response with a closed connection as a network error: their bodies are read up to the limit.
-    let length = text(header::CONTENT_LENGTH).filter(|_| headers.contains_key(header::EXPECT));
-    match length.and_then(|length| length.parse::<u64>().ok()).is_some_and(|length| length > limits.max_bytes as u64) {
-        true => Err(too_large(limits)),
-        false => Ok(()),
-    }
+    Ok(())
 }
 
 fn is_json(content_type: &str) -> bool {
@@ -91,7 +113,7 @@ impl JsonFields {
     /// Parses the body as a JSON object.
     ///
     /// # Errors
-    /// It is not a JSON object, whose form `expected` describes, or a field appears twice.
+    /// It is not a JSON object, whose form `expected` describes, or a field appears twice, in it or in an object within it.
     pub(crate) fn parse(body: &[u8], expected: &str) -> Result<Self, ErrorResponse> {
         let syntax = |what: String| ErrorResponse::new(StatusCode::BAD_REQUEST, what);
         if body.trim_ascii().is_empty() {
@@ -149,7 +171,7 @@ fn wrong_value(name: &str, value: &Value, expected: &str) -> ErrorResponse {
     ErrorResponse::value(format!("`{name}` is {}; expected {expected}", quoted(value)))
 }
 
-impl<'de> serde::Deserialize<'de> for JsonFields {
+impl<'de> Deserialize<'de> for JsonFields {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(FieldsVisitor)
     }
@@ -171,8 +193,67 @@ impl<'de> Visitor<'de> for FieldsVisitor {
             if fields.contains_key(&name) {
                 return Err(A::Error::custom(format!("`{name}` appears twice")));
             }
-            fields.insert(name, access.next_value()?);
+            fields.insert(name, access.next_value::<UniqueFields>()?.0);
         }
         Ok(JsonFields(fields))
+    }
+}
+
+/// A JSON value, in no object of which a field appears twice.
+struct UniqueFields(Value);
+
+impl<'de> Deserialize<'de> for UniqueFields {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ValueVisitor).map(Self)
+    }
+}
+
+struct ValueVisitor;
+
+impl<'de> Visitor<'de> for ValueVisitor {
+    type Value = Value;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("a JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_string<E>(self, value: String) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Value, A::Error> {
+        let mut values = Vec::new();
+        while let Some(UniqueFields(value)) = access.next_element()? {
+            values.push(value);
+        }
+        Ok(values.into())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, access: A) -> Result<Value, A::Error> {
+        FieldsVisitor.visit_map(access).map(|JsonFields(fields)| fields.into())
     }
 }

@@ -28,6 +28,7 @@ mod feedback;
 mod metrics;
 mod notify;
 mod openapi;
+mod preparation;
 mod protocol;
 mod proxy;
 mod request_log;

@@ -203,6 +203,8 @@ async fn rejected_requests_get_a_message() {
 {"query": " \n"} | 422 | `query` is empty
 {"query": 7} | 422 | `query` is 7; expected a text
 {"query": "a\u0000b"} | 422 | `query` has the character U+0000
+{"query": "a", "user": 7} | 422 | `user` is 7; expected a text
+{"query": "a", "user": "\u0000"} | 422 | `user` has the character U+0000
 {"query": "a", "history": {"a": 1}} | 422 | `history` is neither a text nor a list
 {"query": "a", "deadline_ms": -1} | 422 | `deadline_ms` is -1; expected milliseconds, an integer of 0 or more
 {"query": "a", "hystory": "b"} | 422 | `hystory` is not a field of this request; did you mean `history`?
@@ -233,6 +235,16 @@ async fn rejected_requests_get_a_message() {
         assert_eq!(raw(body).await.0, 400, "{body}");
     }
     assert_eq!(raw("[1]").await.0, 422);
+    // Symptom: of a field that appeared twice in an object within the body, the second was used.
+    for body in [
+        r#"{"query": "a", "query": "b"}"#,
+        r#"{"queries": [{"query": "a", "query": "b"}]}"#,
+        r#"{"queries": [{"query": "a", "history": [{"query": "a", "query": "b"}]}]}"#,
+    ] {
+        let (status, answer) = raw(body).await;
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(status == 422 && message.starts_with("`query` appears twice at line 1 column "), "{body}: {message}");
+    }
     let other_control_characters = server.asked("/v1/rewrite", json!({"query": "a\u{7}\t\u{1b}"})).await;
     assert_eq!(other_control_characters.1["rewrite"], "a\u{7}\t\u{1b}||");
     let full = server.post("/v1/rewrite", &json!({"query": "busy"})).send().await.unwrap();
@@ -257,6 +269,64 @@ async fn rejected_requests_get_a_message() {
     assert_eq!(server.asked("/v1/rewrite", json!({"query": "a"})).await.0, 429);
     assert_eq!(server.rewriter.n_submitted.load(Ordering::Relaxed), n_submitted, "a full queue costs no tokenizing");
     assert_eq!(server.get("/ready").await.0, 503);
+}
+
+/// The number of requests of one tenant that are prepared at once, where two are served.
+fn n_permits() -> usize {
+    (std::thread::available_parallelism().unwrap().get() / 2).max(1)
+}
+
+async fn two_tenants(change: impl FnOnce(&mut RewriteOptions)) -> Server {
+    Server::ready(change, StandInRewriter::new(vec![tenant("rival", 1, None), tenant("shop", 1, None)])).await
+}
+
+/// Symptom: the plugin calls and tokenizing of many requests ran at once, which took the memory and the cores of all tenants.
+#[tokio::test]
+async fn a_tenant_prepares_requests_on_its_share_of_the_cores() {
+    let server = two_tenants(|options| options.deadline = Duration::from_secs(60)).await;
+    let ask = async |_| server.asked("/v1/rewrite", json!({"query": "prepares 100", "tenant": "shop"})).await.1;
+    let bodies = futures::future::join_all((0..4 * n_permits()).map(ask)).await;
+    assert!(bodies.iter().all(|body| body["fallback"].is_null()), "{bodies:?}");
+    assert!(server.rewriter.max_preparing.load(Ordering::Relaxed) <= n_permits());
+}
+
+/// Symptom: a request that had passed its deadline made room for the next one, while its plugin call still ran.
+#[tokio::test]
+async fn requests_that_wait_to_be_prepared_keep_their_deadline_and_are_limited() {
+    let change = |options: &mut RewriteOptions| {
+        (options.deadline, options.max_preparing) = (Duration::from_secs(60), 1);
+    };
+    let server = two_tenants(change).await;
+    let ask = async |query: &str, tenant: &str, deadline_ms: u64| {
+        server.asked("/v1/rewrite", json!({"query": query, "tenant": tenant, "deadline_ms": deadline_ms})).await
+    };
+    let expired = futures::future::join_all((0..n_permits()).map(|_| ask("prepares 3000", "shop", 100))).await;
+    assert!(expired.iter().all(|(_, body)| body["fallback"] == "timeout"), "{expired:?}");
+    let waiting = ask("a", "shop", 1000);
+    let others = async {
+        tokio::time::sleep(Duration::from_millis(400)).await;
+        tokio::join!(ask("b", "shop", 60_000), ask("c", "rival", 60_000))
+    };
+    let ((_, waiting), ((status, full), (_, rival))) = tokio::join!(waiting, others);
+    assert_eq!(waiting["fallback"], "timeout");
+    assert_eq!((status, &full["error"]["message"]), (429, &json!("the queue is full (1 requests); retry later")));
+    assert_eq!(rival["fallback"], Value::Null, "{rival}");
+    assert_eq!(server.rewriter.n_submitted.load(Ordering::Relaxed), n_permits() + 1);
+    assert_eq!(ask("d", "shop", 60_000).await.1["fallback"], Value::Null, "permits are returned");
+}
+
+/// Symptom: a client that declared a large body and did not send it got 408 after the time limit.
+#[tokio::test]
+async fn a_body_that_is_declared_too_large_is_rejected_at_once() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let server = Server::shop(|options| options.body_timeout = Duration::from_secs(60)).await;
+    let mut stream = tokio::net::TcpStream::connect(server.url.strip_prefix("http://").unwrap()).await.unwrap();
+    let head = "POST /v1/rewrite HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 4001\r\n\r\n";
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let mut response = [0; 12];
+    let reading = tokio::time::timeout(Duration::from_secs(20), stream.read_exact(&mut response)).await;
+    reading.expect("a response before the body").unwrap();
+    assert_eq!(&response, b"HTTP/1.1 413");
 }
 
 #[tokio::test]
@@ -602,6 +672,22 @@ async fn errors_of_chat_completions_have_openais_form() {
         let found = (found, error["param"].as_str().unwrap_or_default(), error["code"].as_str().unwrap_or_default());
         assert_eq!(found, (status, param, code), "{body}");
         assert!(error["type"].is_string());
+    }
+}
+
+/// Symptom: 128 requests with 28,000 messages each took the memory of the server.
+#[tokio::test]
+async fn the_number_of_messages_is_limited() {
+    let server = Server::shop(|options| options.max_body_bytes = 1 << 20).await;
+    let ask = async |n_messages: usize, model: &str| {
+        let messages = vec![json!({"role": "user", "content": "x"}); n_messages];
+        server.asked("/v1/chat/completions", json!({"model": model, "messages": messages})).await
+    };
+    for model in ["shop", "shop/rewrite"] {
+        assert_eq!(ask(2048, model).await.0, 200);
+        let (status, body) = ask(2049, model).await;
+        let message = &body["error"]["message"];
+        assert_eq!((status, message), (422, &json!("2049 messages in one request; expected at most 2048")));
     }
 }
 

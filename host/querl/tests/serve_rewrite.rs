@@ -278,6 +278,35 @@ async fn fallbacks_are_summed_up_in_the_log_with_the_id_of_a_request() {
     assert!(lines[0].contains(&id), "{log}");
 }
 
+/// Symptom: a temperature of 1e-39 was 500, which counted as a failure of a candidate's model, and a text of 1 MB was tokenized.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn chat_requests_with_extreme_values_are_answered_or_refused() {
+    let server = Server::start(&RUNS, &SERVE, &["run"]);
+    server.ready().await;
+    let ask = async |fields: Value| {
+        let messages = json!([{"role": "user", "content": "益生菌怎么吃"}]);
+        let mut request = json!({"model": "fivedoctors", "messages": messages, "max_tokens": 3});
+        request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let (status, body) = server.ask("/v1/chat/completions", &request).await;
+        let message = body["error"]["message"].as_str().unwrap_or_default().to_owned();
+        (status, body["choices"][0]["message"]["content"].clone(), message)
+    };
+    let greedy = ask(json!({"temperature": 0})).await;
+    assert!(greedy.0 == 200 && greedy.1.is_string(), "{greedy:?}");
+    for temperature in [1e-6, 1e-38, 1e-39, 1e-45, 5e-324] {
+        assert_eq!(ask(json!({"temperature": temperature})).await, greedy, "{temperature:e}");
+    }
+    for top_p in [0.0, 5e-324, 1e-300] {
+        let found = ask(json!({"temperature": 1, "top_p": top_p, "seed": i64::MIN})).await;
+        assert_eq!(found, greedy, "only the most probable token is sampled");
+    }
+    let (status, _, message) = ask(json!({"max_tokens": u64::MAX})).await;
+    assert!(status == 422 && message.contains("with max_new_tokens 18446744073709551615 it goes beyond"), "{message}");
+    let long = json!([{"role": "user", "content": "鱼油 ".repeat(100_000)}]);
+    let (status, _, message) = ask(json!({"messages": long})).await;
+    assert!(status == 422 && message.contains(" characters; it goes beyond the model's "), "{message}");
+}
+
 /// Answers the first request with an empty object.
 fn answer_once(listener: &std::net::TcpListener) {
     use std::io::{Read, Write};

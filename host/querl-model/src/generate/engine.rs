@@ -301,7 +301,7 @@ pub(super) fn check_request(
     };
     let wrong = if prompt.is_empty() {
         format!("{name} is empty; expected at least one token")
-    } else if prompt.len() + sampling.max_new_tokens > n_positions {
+    } else if prompt.len().saturating_add(sampling.max_new_tokens) > n_positions {
         format!(
             "{name} has {} tokens; with max_new_tokens {} it goes beyond the model's {n_positions} positions{dynamic}",
             prompt.len(),

@@ -159,6 +159,11 @@ pub struct RequestLimits {
 }
 
 impl RequestLimits {
+    /// Positions of the model: the maximum number of tokens of a prompt with its response.
+    pub fn n_positions(&self) -> usize {
+        self.decoder.config().max_positions
+    }
+
     /// Checks that a request is valid and within the limits.
     ///
     /// # Errors

@@ -15,12 +15,12 @@ pub use tenant::{ModelIdentity, ServedRun};
 use crate::failure::Stop;
 use crate::plugins::PluginHosts;
 use querl_core::config::BaseDtype;
-use querl_core::records::Context;
+use querl_core::records::{Context, Message};
 use querl_core::serving::{ChatTask, EngineState, EventSink, GenerationTask, Rewriter, Role, SubmitError, Tenant};
 use querl_model::{Decoding, ModelError, SamplingSettings, ServingRequest, ServingSettings};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Instant;
 use tenant::{BaseModel, TenantModel};
 use worker::{EngineHandle, Job, Question, spawn};
@@ -60,6 +60,8 @@ pub struct ServedModels {
     tenants: RwLock<BTreeMap<(Role, String), Arc<TenantModel>>>,
     hosts: PluginHosts,
     engine: EngineHandle,
+    /// Held while a long prompt is tokenized.
+    long_prompt: Mutex<()>,
     find: fn(&Path) -> anyhow::Result<ServedRun>,
 }
 
@@ -81,7 +83,7 @@ impl ServedModels {
         let (engine, worker) =
             worker::start(base.decoder.clone(), base.tokenizer.clone(), options.engine, options.max_waiting)?;
         let (tenants, hosts) = (RwLock::default(), PluginHosts::default());
-        let models = Arc::new(Self { base, options, tenants, hosts, engine, find });
+        let models = Arc::new(Self { base, options, tenants, hosts, engine, long_prompt: Mutex::default(), find });
         // Checking a tenant needs requests, which this thread computes, so tenants are loaded by another thread.
         let loading = spawn("loading", move || {
             runs.iter().try_for_each(|run| models.add(run, Role::Current).map(drop))?;
@@ -139,24 +141,40 @@ impl ServedModels {
                 (task.messages, None, sampling, task.seed)
             }
         };
-        let prompt = model.tokenizer.encode_prompt(&messages).map_err(input_error)?;
+        let prompt = self.encode(model, &messages)?;
+        // A plugin may have returned many.
+        drop(messages);
         let (adapter, id) = (model.adapter.clone(), self.engine.next_id());
         let request = ServingRequest { id, adapter, prompt, seed, decoding, sampling };
         self.engine.limits().check(&request).map_err(input_error)?;
         self.engine.submit(Job { request, model: model.clone(), question, events, queued_at: Instant::now() })
     }
+
+    fn encode(&self, model: &TenantModel, messages: &[Message]) -> Result<Vec<u32>, SubmitError> {
+        let n_bytes: usize = messages.iter().map(|message| size_of::<Message>() + message.content.len()).sum();
+        let lock = || self.long_prompt.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = (n_bytes > LONG_PROMPT_BYTES).then(lock);
+        model.tokenizer.encode_prompt_within(messages, self.engine.limits().n_positions()).map_err(input_error)
+    }
 }
+
+/// Size of messages above which one prompt at a time is tokenized. Tokenizing takes about a hundred bytes of memory per byte.
+const LONG_PROMPT_BYTES: usize = 64 << 10;
 
 #[allow(clippy::needless_pass_by_value)] // for `map_err`
 fn input_error(error: ModelError) -> SubmitError {
     SubmitError::Input(error.to_string())
 }
 
-/// Sampling settings of a chat request: greedy at temperature 0, without the tenant's penalties, which are for rewrites.
+/// Temperatures below are greedy decoding, as in vLLM (`_SAMPLING_EPS`). Logits divided by the smallest positive numbers are not finite.
+const MIN_TEMPERATURE: f64 = 1e-5;
+
+/// Sampling settings of a chat request: without the tenant's penalties, which are for rewrites.
 fn chat_sampling(task: &ChatTask, of_tenant: &SamplingSettings) -> (Decoding, SamplingSettings) {
-    let decoding = if task.temperature > 0.0 { Decoding::Sample } else { Decoding::Greedy };
+    let is_greedy = task.temperature < MIN_TEMPERATURE;
+    let decoding = if is_greedy { Decoding::Greedy } else { Decoding::Sample };
     let sampling = SamplingSettings {
-        temperature: if task.temperature > 0.0 { task.temperature } else { 1.0 },
+        temperature: if is_greedy { 1.0 } else { task.temperature },
         top_p: task.top_p,
         max_new_tokens: task.max_new_tokens.unwrap_or(of_tenant.max_new_tokens),
         stop_strings: task.stop.clone(),
@@ -199,5 +217,35 @@ impl Rewriter for ServedModels {
 
     fn is_alive(&self) -> bool {
         self.engine.is_alive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: with a temperature of at most 1e-39 logits were not finite, which counted as a failure of the model and ended candidates.
+    #[test]
+    fn temperatures_near_zero_are_greedy_decoding() {
+        let of_tenant = SamplingSettings::default();
+        for (temperature, expected) in [
+            (0.0, (Decoding::Greedy, 1.0)),
+            (f64::from_bits(1), (Decoding::Greedy, 1.0)),
+            (1e-39, (Decoding::Greedy, 1.0)),
+            (9e-6, (Decoding::Greedy, 1.0)),
+            (1e-5, (Decoding::Sample, 1e-5)),
+            (2.0, (Decoding::Sample, 2.0)),
+        ] {
+            let task = ChatTask {
+                messages: Vec::new(),
+                temperature,
+                top_p: 1.0,
+                max_new_tokens: None,
+                stop: Vec::new(),
+                seed: 0,
+            };
+            let (decoding, sampling) = chat_sampling(&task, &of_tenant);
+            assert_eq!((decoding, sampling.temperature), expected, "{temperature:e}");
+        }
     }
 }

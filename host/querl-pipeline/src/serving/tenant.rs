@@ -298,7 +298,7 @@ impl TenantModel {
     pub(super) fn prompt(&self, query: &str, context: &Context) -> Result<Vec<Message>, SubmitError> {
         let input = PromptInput { query, context, rewrite: None };
         let messages = self.prompts.messages(PromptTask::PolicyRewrite, &input);
-        messages.map_err(|fault: PluginFault| SubmitError::Plugin(fault.to_string()))
+        messages.map_err(|fault: PluginFault| SubmitError::Plugin(fault.without_texts()))
     }
 
     /// Parses the rewrite in a response; a response that cannot be parsed is a failure, so that the client uses the raw query.
@@ -306,8 +306,9 @@ impl TenantModel {
         let failure = |code, message| GenerationFailure { code, message };
         match self.response_form.read(self.prompts.as_ref(), query, history, text) {
             Ok(Ok(rewrite)) => Ok(rewrite),
-            Ok(Err(rejection)) => Err(failure("no_rewrite", rejection.to_string())),
-            Err(fault) => Err(failure("plugin_fault", fault.to_string())),
+            // Its detail may quote the response.
+            Ok(Err(rejection)) => Err(failure("no_rewrite", format!("the response is rejected: {}", rejection.code))),
+            Err(fault) => Err(failure("plugin_fault", fault.without_texts())),
         }
     }
 }
@@ -326,6 +327,66 @@ fn base_digest(path: &Path) -> anyhow::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use querl_core::ports::{FaultKind, ParsedJudgement};
+    use querl_core::records::Rejection;
+
+    /// Prompts whose faults and rejections quote their input.
+    struct Quoting;
+
+    fn quoting(text: &str) -> PluginFault {
+        let (plugin, version, message) = ("prompt-x".into(), "0.1.0".into(), format!("query `{text}`: panicked"));
+        PluginFault { plugin, version, message, kind: FaultKind::Trap, log: Vec::new() }
+    }
+
+    impl Prompts for Quoting {
+        fn messages(&self, _: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
+            Err(quoting(input.query))
+        }
+
+        fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
+            if text.starts_with("fault") {
+                return Err(quoting(text));
+            }
+            Ok(Err(Rejection::new("unreadable", text)))
+        }
+
+        fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
+            Err(quoting(text))
+        }
+    }
+
+    /// Regression: queries of users were in the log of a server, in the faults of plugins.
+    #[test]
+    fn failures_for_the_log_have_no_texts_of_users() {
+        let base = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-qwen3"));
+        let facts = Tenant {
+            name: "shop".into(),
+            role: Role::Current,
+            version: "v1".into(),
+            source: "runs/shop".into(),
+            created_at: 0,
+            loaded_at: 0,
+            api_key: None,
+        };
+        let model = TenantModel {
+            facts,
+            prompts: Arc::new(Quoting),
+            response_form: ResponseForm::default(),
+            tokenizer: Arc::new(TextTokenizer::load(base).unwrap()),
+            adapter: None,
+            decoding: Decoding::Greedy,
+            sampling: SamplingSettings::default(),
+        };
+        let faulted = "plugin prompt-x 0.1.0: it panicked or trapped";
+        let prompt = model.prompt("fish oil", &Context::default());
+        assert_eq!(prompt.unwrap_err(), SubmitError::Plugin(faulted.into()));
+        let failure = |text: &str| {
+            let GenerationFailure { code, message } = model.parse("fish oil", "", text).unwrap_err();
+            (code, message)
+        };
+        assert_eq!(failure("fault at fish oil"), ("plugin_fault", faulted.into()));
+        assert_eq!(failure("fish oil"), ("no_rewrite", "the response is rejected: unreadable".into()));
+    }
 
     /// Release histories contain digests of this text.
     #[test]

@@ -19,6 +19,7 @@ use crate::connections::RequestSlot;
 use crate::error::{ErrorForm, ErrorResponse, json_response, openai_error};
 use crate::general_rag::history_text;
 use axum::Json;
+use axum::body::Bytes;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{HeaderMap, HeaderName, StatusCode};
@@ -27,7 +28,7 @@ use axum::response::{IntoResponse, Response};
 use futures::stream::poll_fn;
 use querl_core::records::{Context, Message};
 use querl_core::serving::{
-    ChatTask, Generation, GenerationEvent, GenerationFailure, GenerationTask, SubmitError, Tenant,
+    ChatTask, Generation, GenerationEvent, GenerationFailure, GenerationTask, Role, SubmitError, Tenant,
 };
 use serde_json::{Value, json};
 use std::convert::Infallible;
@@ -38,6 +39,8 @@ use tokio::time::timeout_at;
 use tracing::Instrument;
 
 const MAX_STOPS: usize = 16;
+/// As of OpenAI's API.
+const MAX_MESSAGES: usize = 2048;
 
 /// The route `GET /v1/models`: two models for each tenant that the client may use.
 pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: HeaderMap) -> Response {
@@ -81,7 +84,8 @@ struct ChatRequest {
 }
 
 impl ChatRequest {
-    fn new(fields: &mut JsonFields) -> Result<Self, ErrorResponse> {
+    fn new(mut fields: JsonFields) -> Result<Self, ErrorResponse> {
+        let fields = &mut fields;
         let n: Option<u64> = fields.take("n", "1")?;
         if let Some(n) = n.filter(|&n| n != 1) {
             let what = format!("`n` is {n}; expected 1: there is one response to a request");
@@ -107,7 +111,7 @@ impl ChatRequest {
         }
         Ok(Self {
             model: fields.take("model", "a text")?,
-            user: user(fields, "user")?,
+            user: user(fields)?,
             task,
             is_stream: fields.take("stream", "true or false")?.unwrap_or(false),
             includes_usage: stream_options.is_some_and(|options| options["include_usage"] == true),
@@ -157,6 +161,12 @@ fn wrong_messages(what: String) -> ErrorResponse {
 }
 
 fn messages(values: Vec<Value>) -> Result<Vec<Message>, ErrorResponse> {
+    if values.len() > MAX_MESSAGES {
+        return Err(wrong_messages(format!(
+            "{} messages in one request; expected at most {MAX_MESSAGES}",
+            values.len()
+        )));
+    }
     let message = |(index, value): (usize, &Value)| {
         message(value).map_err(|what| wrong_messages(format!("messages[{index}]: {what}")))
     };
@@ -192,7 +202,9 @@ fn message(value: &Value) -> Result<Message, String> {
 
 /// The route `POST /v1/chat/completions`.
 pub(super) async fn completions(mut call: Call) -> Result<Response, ErrorResponse> {
-    let request = ChatRequest::new(&mut call.fields)?;
+    // Body and other fields are not kept while the request waits: parsed, they take many times the memory of the body.
+    call.body = Bytes::new();
+    let request = ChatRequest::new(std::mem::take(&mut call.fields))?;
     let (tenant, rewrites) = tenant_of(&call, request.model.as_deref())?;
     let completion = Completion {
         id: format!("chatcmpl-{}", call.record.id()),
@@ -260,15 +272,16 @@ async fn chat(
     let last = request.task.messages.last().map(|message| message.content.as_str()).unwrap_or_default();
     let mut route = call.service.candidates.route(tenant, request.user.as_deref(), last);
     let task = GenerationTask::Chat(request.task);
+    let for_current = (route.model.role == Role::Candidate).then(|| task.clone());
     let submitting = async {
-        let submitted = call.service.submit(&route.model, task.clone(), &Audience::Client).await;
-        match submitted {
+        let submitted = call.service.submit(&route.model, task, &Audience::Client).await;
+        match (submitted, for_current) {
             // The candidate has ended in the meantime.
-            Err(SubmitError::UnknownTenant) => {
+            (Err(SubmitError::UnknownTenant), Some(task)) => {
                 route.model = tenant.clone();
                 call.service.submit(tenant, task, &Audience::Client).await
             }
-            submitted => submitted,
+            (submitted, _) => submitted,
         }
     };
     let mut events = timeout_at(deadline.into(), submitting).await.map_err(|_| too_slow())?.map_err(rejected)?;

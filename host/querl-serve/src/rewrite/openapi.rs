@@ -136,7 +136,8 @@ fn schemas() -> Value {
         },
         "RagRequest": {
             "type": "object", "required": ["query"],
-            "properties": {"query": text, "tenant_id": text, "rewritten_query": text, "user_profile": text, "history": history, "user_id": text},
+            "properties": {"query": text, "tenant_id": text, "rewritten_query": text, "user_profile": text, "history": history,
+                "user_id": {"type": ["string", "number"]}},
         },
         "DifyRequest": {
             "type": "object", "required": ["knowledge_id", "query"],

@@ -8,6 +8,7 @@ use crate::body::JsonFields;
 use crate::error::ErrorResponse;
 use crate::general_rag::history_text;
 use axum::Json;
+use axum::body::Bytes;
 use axum::response::{IntoResponse, Response};
 use futures::future::try_join_all;
 use querl_core::records::Context;
@@ -30,6 +31,7 @@ struct RewriteQuery {
 /// Rewrites one query, answered with an object, or a list `queries`, answered with `results` in the same order. Nothing is
 /// rewritten if one of the queries is invalid or does not fit into the queue.
 pub(super) async fn rewrite(mut call: Call) -> Result<Response, ErrorResponse> {
+    call.body = Bytes::new();
     let Some(queries) = call.fields.take::<Vec<JsonFields>>("queries", QUERIES)? else {
         let fields = std::mem::take(&mut call.fields);
         let query = RewriteQuery::new(&call, fields)?;
@@ -74,7 +76,7 @@ impl RewriteQuery {
         let tenant = call.service.tenant(call, "tenant", name.as_deref())?;
         let deadline_ms: Option<u64> = fields.take("deadline_ms", "milliseconds, an integer of 0 or more")?;
         let own = call.started + deadline_ms.map_or(Duration::MAX, Duration::from_millis).min(MAX_DEADLINE);
-        let user = user(&mut fields, "user")?;
+        let user = user(&mut fields)?;
         Ok(Self { tenant, user, query, context: context(&mut fields)?, deadline: own.min(call.deadline()) })
     }
 
@@ -111,14 +113,11 @@ pub(super) fn context(fields: &mut JsonFields) -> Result<Context, ErrorResponse>
     Ok(Context { user_profile, history_summary })
 }
 
-/// Reads the field with the user's id, a text or a number. A value of another type is ignored, as clients of earlier versions may
-/// send one.
-pub(super) fn user(fields: &mut JsonFields, name: &str) -> Result<Option<String>, ErrorResponse> {
-    Ok(match fields.take::<Value>(name, "a text or a number")? {
-        Some(Value::String(user)) if !user.is_empty() => Some(user),
-        Some(Value::Number(user)) => Some(user.to_string()),
-        _ => None,
-    })
+/// Reads the field `user`, the id of the user.
+pub(super) fn user(fields: &mut JsonFields) -> Result<Option<String>, ErrorResponse> {
+    let user: Option<String> = fields.take("user", "a text")?;
+    check_text("user", user.as_deref().unwrap_or_default())?;
+    Ok(user.filter(|user| !user.is_empty()))
 }
 
 /// Rejects a text that contains the NUL character, which ends a text in many programs.

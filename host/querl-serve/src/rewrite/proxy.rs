@@ -4,7 +4,7 @@
 //! header `x-querl-fallback` of the response.
 
 use super::cache::CachedRewrite;
-use super::protocol::{context, query, user};
+use super::protocol::{check_text, context, query};
 use super::request_log::LoggedQuery;
 use super::service::{Call, RewriteResult, RewriteService, with_fallback};
 use super::traces::{AccessEntry, RequestSpan};
@@ -18,8 +18,9 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use querl_core::records::Context;
 use querl_core::serving::{SubmitError, Tenant};
+use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
-use serde_json::{Value, json};
+use serde_json::{Number, Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -38,12 +39,31 @@ pub(super) async fn general_rag(mut call: Call) -> Result<Response, ErrorRespons
         return forward(&call, &upstream, call.body.clone()).await.map(UpstreamResponse::into_response);
     }
     let context = context(&mut call.fields)?;
-    let user = user(&mut call.fields, "user_id")?;
+    let user = user_id(&mut call.fields)?;
+    // The other fields are forwarded as the client wrote them.
+    call.fields = JsonFields::default();
     let logged = LoggedQuery { id: None, query: &query, context: &context, user: user.as_deref() };
     let (rewrite, fallback) = rewrite(&call, &tenant, &logged).await;
     let body = replaced(&call.body, &[("rewritten_query", &rewrite)])?;
     let response = forward(&call, &upstream, body).await?;
     Ok(with_fallback(response.into_response(), fallback))
+}
+
+/// The field `user_id`: a text, or a number, which some applications send.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum UserId {
+    Text(String),
+    Number(Number),
+}
+
+fn user_id(fields: &mut JsonFields) -> Result<Option<String>, ErrorResponse> {
+    let user = fields.take::<UserId>("user_id", "a text or a number")?.map(|id| match id {
+        UserId::Text(text) => text,
+        UserId::Number(number) => number.to_string(),
+    });
+    check_text("user_id", user.as_deref().unwrap_or_default())?;
+    Ok(user.filter(|user| !user.is_empty()))
 }
 
 /// Replaces the texts of some fields of a JSON object; all other bytes are unchanged.
@@ -81,6 +101,7 @@ pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse>
     let top_k: Option<u64> = setting.take("top_k", "a positive integer")?;
     let score_threshold: Option<f64> = setting.take("score_threshold", "a number from 0 to 1")?;
     let logged = LoggedQuery { id: None, query: &query, context: &Context::default(), user: None };
+    call.fields = JsonFields::default();
     let (rewrite, fallback) = rewrite(&call, &tenant, &logged).await;
     if upstream.is_dify() {
         let body = replaced(&call.body, &[("query", &rewrite), ("knowledge_id", kb_name.unwrap_or(&id))])?;

@@ -5,6 +5,7 @@ use super::cache::{CachedRewrite, RewriteCache};
 use super::candidates::Candidates;
 use super::failure_log::FailureLog;
 use super::metrics::RewriteMetrics;
+use super::preparation::Preparation;
 use super::request_log::{LoggedQuery, RequestLog, RequestLogOptions, now};
 use super::traces::{Phases, Traces};
 use super::trial::CandidateLimits;
@@ -43,6 +44,9 @@ pub struct RewriteOptions {
     pub max_body_bytes: usize,
     /// Maximum number of queries of one request.
     pub max_queries: usize,
+    /// Maximum number of requests of one tenant that wait until their prompt is built and tokenized; further ones are refused, as
+    /// if the engine's queue were full.
+    pub max_preparing: usize,
     /// Time limit for a whole body to arrive.
     pub body_timeout: Duration,
     /// Time limit of a rewrite, time in the queue included; after it the query itself is returned. A request may set a shorter
@@ -76,6 +80,7 @@ pub struct RewriteService {
     pub(super) admin_key: Option<ApiKey>,
     pub(super) rewriter: OnceLock<Arc<dyn Rewriter>>,
     pub(super) candidates: Candidates,
+    preparation: Preparation,
     cache: RewriteCache,
     pub(super) metrics: RewriteMetrics,
     pub(super) access_log: AccessLog,
@@ -98,6 +103,7 @@ impl RewriteService {
             admin_key: options.admin_key.as_deref().map(ApiKey::new),
             rewriter: OnceLock::new(),
             candidates: Candidates::new(options.candidate_limits),
+            preparation: Preparation::new(options.max_preparing),
             cache: RewriteCache::new(options.max_cached_rewrites),
             metrics,
             access_log: AccessLog::open(options.access_log.as_deref())?,
@@ -128,9 +134,13 @@ impl RewriteService {
         audience: &Audience,
     ) -> Result<UnboundedReceiver<GenerationEvent>, SubmitError> {
         let rewriter = self.rewriter.get().ok_or(SubmitError::Ended)?.clone();
-        if rewriter.is_full() {
-            return Err(SubmitError::QueueFull("the queue is full; retry later".into()));
-        }
+        let check_room = || match rewriter.is_full() {
+            true => Err(SubmitError::QueueFull("the queue is full; retry later".into())),
+            false => Ok(()),
+        };
+        check_room()?;
+        let permit = self.preparation.permit(&tenant.name, rewriter.tenants().len()).await?;
+        check_room()?;
         let (sender, receiver) = unbounded_channel();
         let (tenant, failed) = (tenant.clone(), sender.clone());
         let events: Box<dyn EventSink> = match audience {
@@ -140,7 +150,11 @@ impl RewriteService {
             }
         };
         // The prompt plugin and tokenizing would block a thread of the async runtime.
-        let submitting = tokio::task::spawn_blocking(move || rewriter.submit(&tenant, task, events));
+        let submitting = tokio::task::spawn_blocking(move || {
+            // Not returned before this thread has ended: its time and memory are used also after the deadline of the request.
+            let _permit = permit;
+            rewriter.submit(&tenant, task, events)
+        });
         match submitting.await {
             Ok(submitted) => submitted?,
             Err(panicked) => {

@@ -45,6 +45,7 @@ pub(crate) fn options() -> RewriteOptions {
     RewriteOptions {
         max_body_bytes: 4000,
         max_queries: 3,
+        max_preparing: 100,
         body_timeout: Duration::from_secs(5),
         deadline: Duration::from_millis(300),
         chat_timeout: Duration::from_millis(500),
@@ -81,6 +82,9 @@ pub(crate) struct StandInRewriter {
     pub(crate) held: Mutex<Vec<Box<dyn EventSink>>>,
     n_held: AtomicUsize,
     pub(crate) n_submitted: AtomicUsize,
+    /// Number of concurrent calls of `submit` that prepare a prompt, and its maximum.
+    n_preparing: AtomicUsize,
+    pub(crate) max_preparing: AtomicUsize,
     pub(crate) has_ended: AtomicBool,
     pub(crate) is_full: AtomicBool,
     n_loaded: AtomicUsize,
@@ -149,6 +153,13 @@ impl Rewriter for StandInRewriter {
             "plugin" => return Err(SubmitError::Plugin("prompt-x 0.1: out of fuel".into())),
             "panics" => panic!("as a tokenizer may"),
             "ends" => return Ok(()),
+            // Takes this number of milliseconds to prepare.
+            "prepares" => {
+                let n_preparing = 1 + self.n_preparing.fetch_add(1, Ordering::Relaxed);
+                self.max_preparing.fetch_max(n_preparing, Ordering::Relaxed);
+                std::thread::sleep(Duration::from_millis(second.parse().unwrap()));
+                self.n_preparing.fetch_sub(1, Ordering::Relaxed);
+            }
             "held" => {
                 // As in the engine, a shadow request does not count towards the queue.
                 self.n_held.fetch_add(usize::from(!events.is_shadow()), Ordering::Relaxed);

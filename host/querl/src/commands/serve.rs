@@ -279,6 +279,8 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     let service_options = RewriteOptions {
         max_body_bytes: 1 << 20,
         max_queries: MAX_QUERIES,
+        // As many as fit into the engine, so that a batch that fits there is not refused before.
+        max_preparing: (args.max_running as usize).saturating_add(args.max_waiting as usize),
         body_timeout: BODY_TIMEOUT,
         deadline: Duration::from_millis(args.deadline_ms.into()),
         chat_timeout: CHAT_TIMEOUT,
