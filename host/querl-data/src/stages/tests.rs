@@ -143,6 +143,15 @@ async fn failed_rows_have_a_reason_and_are_tried_again() {
     assert!(mended.iter().all(|record| record.rewrite.is_ok()));
 }
 
+/// Regression: control characters of a response went into retrieval, training and a csv that could not be read again.
+#[test]
+fn a_rewrite_has_no_control_characters() {
+    let parsed = |text: &str| rewrite::parsed(Completion::of(text), &Plain).unwrap();
+    assert_eq!(parsed("改写:鱼\0油\u{1b}[31m\r\n用量\t").unwrap().text, "鱼油[31m\n用量\t");
+    let failure = parsed("改写:\0\u{1} ").unwrap_err();
+    assert_eq!(failure.kind, FailureKind::InvalidResponse);
+}
+
 /// A progress callback that stops the stage after this many rows.
 struct StopsAfter(u64, AtomicUsize);
 
