@@ -101,6 +101,8 @@ struct State {
     open: BTreeMap<CallKey, Reserved>,
     held: Reserved,
     saved: Option<Instant>,
+    /// Number of requests of this process that were or may have been charged without a usable response, and the last such failure.
+    unusable: Option<(u64, CallFailure)>,
 }
 
 /// Stage and provider.
@@ -245,8 +247,12 @@ impl SpendTracker {
     fn over_budget(&self, state: &State, max_cost: f64) -> CallFailure {
         let (spent, lost) = state.charged();
         let (budget, open) = (self.budget.unwrap_or_default(), lost + state.held.max_cost + state.in_flight.max_cost);
+        let unusable = state
+            .unusable
+            .as_ref()
+            .map_or_else(String::new, |(n, last)| format!("; {n} request(s) had no usable answer, the last: {last}"));
         let message = format!(
-            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is in flight or may have been charged, the next call may cost {max_cost:.4}; raise `budget` and run the same command to resume",
+            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is in flight or may have been charged, the next call may cost {max_cost:.4}{unusable}; raise `budget` and run the same command to resume",
         );
         CallFailure { kind: FailureKind::OverBudget, message }
     }
@@ -294,6 +300,13 @@ impl SpendTracker {
             }
         }
         self.save()
+    }
+
+    /// Notes the failure of a request that may have been charged, for the message of a spent budget.
+    pub(crate) fn note_unusable(&self, failure: &CallFailure) {
+        let mut state = self.state();
+        let n = state.unusable.as_ref().map_or(0, |(n, _)| *n);
+        state.unusable = Some((n + 1, failure.clone()));
     }
 
     pub(crate) fn count_joined(&self, provider: &str) {

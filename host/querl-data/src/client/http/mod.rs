@@ -263,6 +263,11 @@ impl Caller {
             }
             None => Ok(response),
         });
+        if let Err(failed) = &outcome
+            && !matches!(failed.charge, Charge::Nothing)
+        {
+            self.tracker.note_unusable(&failed.failure);
+        }
         let mut call_spend = lock(call_spend);
         match outcome.as_ref().map_err(|failed| failed.charge) {
             Ok(_) => call_spend.answered(),

@@ -140,6 +140,24 @@ async fn persistent_faults_are_reported() {
     }
 }
 
+/// Regression: a broken service was reported as a spent budget alone.
+#[tokio::test]
+async fn a_spent_budget_names_the_last_request_without_a_usable_answer() {
+    let server = failing(usize::MAX, Reply::Cut(good()));
+    let (_folder, path) = crate::scratch_file("calls.json");
+    let tracker = Arc::new(SpendTracker::open(&path, Some(1.0)).unwrap());
+    let services = ServiceContext::new(&quick()).with_spend_tracker(tracker);
+    let caller = Caller::new("teacher.base_url", &server.url(), None, limits(5), &services).unwrap();
+    let bound = CostBound { n_tokens: 0, max_cost: 0.4 };
+    let failure = caller.call(&Call::post("", &json!({})), bound, &|_| None).await.unwrap_err();
+    assert_eq!((failure.kind, server.n_requests()), (FailureKind::OverBudget, 2));
+    assert!(
+        failure.message.contains("; 2 request(s) had no usable answer, the last: invalid response: POST http://"),
+        "{failure}"
+    );
+    assert!(failure.message.contains("the answer is not JSON: EOF"), "{failure}");
+}
+
 #[tokio::test]
 async fn refusals_are_final_and_quote_the_server() {
     for status in [400, 401, 402, 403, 404, 422] {
