@@ -323,7 +323,31 @@ async fn http2_over_tls_works_with_an_own_certificate_authority() {
     assert_eq!(caller(&server, 3, &config).post(&json!({})).await.unwrap().body["ok"], "改写");
     assert_eq!(server.n_requests(), 3);
     let failure = ask(&server, 0).await.unwrap_err();
-    assert!(failure.message.contains("certificate"), "{failure}");
+    let expected = "no known CA signed the server's certificate; write a PEM file of the CA that did, or of the self-signed certificate \
+                    itself, in calls.ca_file";
+    assert!(failure.message.ends_with(expected), "{failure}");
+}
+
+/// Regression: TLS errors were debug text without a remedy.
+#[tokio::test]
+async fn tls_errors_have_a_remedy() {
+    use std::io::{Read, Write};
+    let server = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("https://{}/", server.local_addr().unwrap());
+    let plain = std::thread::spawn(move || {
+        let (mut stream, mut bytes) = (server.accept().unwrap().0, [0; 4096]);
+        stream.read(&mut bytes).unwrap();
+        stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+        // Until the client closes the connection.
+        let _ = stream.read(&mut bytes);
+    });
+    let failure = open(&url, None, limits(0), &quick()).unwrap().post(&json!({})).await.unwrap_err();
+    plain.join().unwrap();
+    assert!(failure.message.contains("the server does not speak TLS on this port; write http://"), "{failure}");
+    let error = std::io::Error::other("invalid peer certificate: Other(OtherError(CaUsedAsEndEntity))");
+    let problem = connection_problem(&error);
+    assert!(problem.contains("basicConstraints CA:FALSE") && problem.ends_with("in calls.ca_file"), "{problem}");
+    assert_eq!(connection_problem(&std::io::Error::other("Connection refused")), "Connection refused");
 }
 
 #[tokio::test]
