@@ -335,11 +335,11 @@ async fn tls_errors_have_a_remedy() {
     let server = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("https://{}/", server.local_addr().unwrap());
     let plain = std::thread::spawn(move || {
-        let (mut stream, mut bytes) = (server.accept().unwrap().0, [0; 4096]);
-        stream.read(&mut bytes).unwrap();
+        let mut stream = server.accept().unwrap().0;
+        stream.read_exact(&mut [0; 5]).unwrap();
         stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
         // Until the client closes the connection.
-        let _ = stream.read(&mut bytes);
+        let _ = stream.read_to_end(&mut Vec::new());
     });
     let failure = open(&url, None, limits(0), &quick()).unwrap().post(&json!({})).await.unwrap_err();
     plain.join().unwrap();
