@@ -68,11 +68,14 @@ pub fn check_knowledge_base(
 }
 
 /// The reason why no passage has the id, as a clause; empty if unknown. Spreadsheets convert the id 078 to the number 78, and 1-2 to a
-/// date.
+/// date; pandas converts the integers of a column with missing values to floats, so that a csv has 1.0 for 1.
 fn hint(id: &str, known: &[&str]) -> String {
     const REMEDY: &str = "format the column as text in the spreadsheet";
     fn is_number(id: &str) -> bool {
         !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_digit())
+    }
+    if let Some(integer) = id.strip_suffix(".0").filter(|integer| known.contains(integer)) {
+        return format!("; it is `{integer}` as a float: write the column as integers or text (Int64 in pandas)");
     }
     let bare = id.trim_start_matches('0');
     if is_number(id) {
@@ -100,6 +103,8 @@ mod tests {
         let remedy = "format the column as text in the spreadsheet";
         assert_eq!(hint("78", &known), format!("; it differs from `0078` in leading zeros: {remedy}"));
         assert_eq!(hint("2026-01-02", &known), format!("; it is a date: {remedy}"));
+        let remedy = "write the column as integers or text (Int64 in pandas)";
+        assert_eq!(hint("1.0", &["1", "001"]), format!("; it is `1` as a float: {remedy}"));
         assert_eq!(hint("main library", &known), "; did you mean `main-library`?");
         assert_eq!(["999", "00x9", "library"].map(|id| hint(id, &known)), ["", "", ""]);
     }

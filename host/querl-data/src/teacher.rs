@@ -684,6 +684,24 @@ mod tests {
         }
     }
 
+    /// Regression: the text of a refusal was not shown, and the request was paid again.
+    #[tokio::test]
+    async fn a_refusal_of_the_model_is_quoted_and_final() {
+        let server = MockServer::start().await;
+        let message = json!({"role": "assistant", "content": null, "refusal": "I cannot\n\u{1b}[31mhelp"});
+        let answer = json!({"choices": [{"message": message, "finish_reason": "stop"}]});
+        let template = ResponseTemplate::new(200).set_body_json(answer);
+        Mock::given(path("/v1/chat/completions")).respond_with(template).mount(&server).await;
+        let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
+        let services = ServiceContext::default();
+        let teacher = open_teacher(&config, &EndpointConfig::default(), &DataConfig::default(), &services).unwrap();
+        let messages = [Message { role: "user".into(), content: "改写".into() }];
+        let failure = teacher.rewrite(&row("怎么吃", ""), &messages).await.unwrap_err();
+        assert_eq!(failure.kind, FailureKind::InvalidResponse);
+        assert!(failure.message.ends_with(": the model refused to answer: I cannot [31mhelp"), "{failure}");
+        assert_eq!(server.received_requests().await.unwrap().len(), 1);
+    }
+
     /// Regression: an implausible token count was charged.
     #[tokio::test]
     async fn implausible_token_counts_are_ignored() {

@@ -1,6 +1,7 @@
 //! Text normalisation for tables, lexicon and index, and hashes.
 
 use querl_core::config::TextWidth;
+use std::borrow::Cow;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// `text` in half-width and lower case, with the same character positions.
@@ -30,6 +31,25 @@ pub(crate) fn separates_ids(character: char) -> bool {
     character.is_whitespace() || [',', ';', '，', '；', '、'].contains(&character)
 }
 
+/// Control characters other than tab and line break, and the other characters that XML does not allow.
+fn is_control(character: char) -> bool {
+    (character < ' ' && !matches!(character, '\t' | '\n')) || matches!(character, '\u{fffe}' | '\u{ffff}')
+}
+
+/// True if a text has characters that [`without_control_characters`] removes; it may have other line breaks than `\n`.
+pub(crate) fn has_control_characters(text: &str) -> bool {
+    text.contains(|character: char| character != '\r' && is_control(character))
+}
+
+/// `text` with `\n` as line break and without control characters: tables cannot hold them (a csv with a zero byte is refused, XML has no
+/// ESC), and no search query needs them.
+pub(crate) fn without_control_characters(text: &str) -> Cow<'_, str> {
+    match text.contains(is_control) {
+        true => Cow::Owned(text.replace("\r\n", "\n").replace('\r', "\n").replace(is_control, "")),
+        false => Cow::Borrowed(text),
+    }
+}
+
 /// Hash of a value. It may differ between builds of the program, so it must not be written to files.
 pub(crate) fn hash_of(value: &(impl Hash + ?Sized)) -> u64 {
     let mut hasher = DefaultHasher::new();
@@ -53,6 +73,12 @@ mod tests {
     #[test]
     fn normalised_texts_ignore_width_case_space_and_punctuation() {
         assert_eq!(normalise("ＶＣ 泡腾片，怎么吃？"), normalise("vc泡腾片怎么吃"));
+    }
+
+    #[test]
+    fn control_characters_are_removed() {
+        assert_eq!(without_control_characters("甲\r\n乙\r丙\u{8}\u{1b}\t丁\n"), "甲\n乙\n丙\t丁\n");
+        assert!(matches!(without_control_characters("甲\t乙\n"), Cow::Borrowed(_)));
     }
 
     #[test]

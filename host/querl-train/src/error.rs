@@ -23,7 +23,7 @@ pub enum TrainError {
     #[error("{0}")]
     Data(String),
     #[error(
-        "rl step {step}: {n_dropped} of {n_episodes} episodes were dropped, above rl.max_drop_rate {max_drop_rate}; most often: {reason}"
+        "rl step {step}: {n_dropped} of {n_episodes} episodes were dropped, above rl.max_drop_rate {max_drop_rate}; most often: {reason}{last}"
     )]
     DropRate {
         step: u64,
@@ -32,6 +32,8 @@ pub enum TrainError {
         max_drop_rate: f64,
         /// The most frequent rejection code.
         reason: String,
+        /// The last rejection with this code, as a clause; empty if it has no detail.
+        last: String,
     },
     #[error("{stage} step {step}: {what} is not finite; lower the learning rate or look at the batch before")]
     NotFinite { stage: &'static str, step: u64, what: &'static str },

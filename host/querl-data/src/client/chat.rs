@@ -10,8 +10,12 @@ use crate::client::spend::Usage;
 use crate::error::DataError;
 use querl_core::config::{EndpointConfig, Provider, ReasoningEffort, ResponseFormat};
 use querl_core::records::{CallFailure, Completion, FailureKind, Message};
+use querl_core::text::printable;
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Maximum length of a model's refusal in a message.
+const MAX_REFUSAL_BYTES: usize = 300;
 
 /// Token counts above this are implausible and ignored.
 const MOST_TOKENS: u64 = 1_000_000_000;
@@ -24,8 +28,11 @@ pub(crate) struct ChatClient {
     model: String,
     provider: String,
     rules: ProviderRules,
+    section: String,
     /// The warning about `max_tokens` was logged.
     is_warned: AtomicBool,
+    /// The warning about `tokens_per_minute` was logged.
+    is_warned_of_rate: AtomicBool,
 }
 
 impl ChatClient {
@@ -41,8 +48,9 @@ impl ChatClient {
             .per_minute(endpoint.requests_per_minute, endpoint.tokens_per_minute);
         let caller = Caller::new(&format!("{section}.base_url"), &url, key, limits, services)?;
         let provider = format!("{section} {model}");
-        let is_warned = AtomicBool::new(false);
-        Ok(Self { caller: caller.named(&provider), model, endpoint, provider, rules, is_warned })
+        let (caller, section) = (caller.named(&provider), section.to_owned());
+        let [is_warned, is_warned_of_rate] = [false; 2].map(AtomicBool::new);
+        Ok(Self { caller, model, endpoint, provider, rules, section, is_warned, is_warned_of_rate })
     }
 
     pub(crate) fn provider(&self) -> &str {
@@ -61,6 +69,11 @@ impl ChatClient {
         let most_tokens = self.most_tokens(messages);
         let max_cost = self.cost(most_tokens).unwrap_or(0.0);
         let bound = CostBound { n_tokens: most_tokens.0 + most_tokens.1, max_cost };
+        if let Some(warning) = self.rate_warning(bound.n_tokens)
+            && !self.is_warned_of_rate.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!("{warning}");
+        }
         let body = self.body(messages);
         let check = |body: &Value| refusal(body).or_else(|| self.unusable(messages, body));
         let mut response = self.caller.call(&Call::post("", &body), bound, &check).await?;
@@ -71,12 +84,14 @@ impl ChatClient {
             .map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 
-    /// The reason why a response without any text is requested again. One whose finish reason explains that would have none again.
+    /// The reason why a response without any text is requested again. One whose finish reason explains that, or that is a refusal of the
+    /// model, would have none again.
     fn unusable(&self, messages: &[Message], body: &Value) -> Option<Refusal> {
         let choice = body.pointer("/choices/0");
         let text = choice.and_then(|choice| choice.pointer("/message/content")).map(content_text).unwrap_or_default();
         let reason = choice.and_then(|choice| choice.get("finish_reason")?.as_str()).unwrap_or_default();
-        if !text.trim().is_empty() || !COMPLETE.contains(&reason.to_lowercase().as_str()) {
+        let is_explained = !COMPLETE.contains(&reason.to_lowercase().as_str()) || refusal_text(body).is_some();
+        if !text.trim().is_empty() || is_explained {
             return None;
         }
         let usage = self.usage(messages, body);
@@ -97,6 +112,9 @@ impl ChatClient {
     pub(crate) fn completion(&self, body: &Value, usage: Usage, latency_ms: Option<f64>) -> Result<Completion, String> {
         let choice = body.pointer("/choices/0").ok_or("the answer has no `choices`, or none in it")?;
         let text = choice.pointer("/message/content").map(content_text).unwrap_or_default();
+        if let Some(refused) = refusal_text(body).filter(|_| text.trim().is_empty()) {
+            return Err(format!("the model refused to answer: {refused}"));
+        }
         check_ending(choice.get("finish_reason").and_then(Value::as_str), &text)?;
         let counted = |tokens: u64| (!usage.is_estimated).then_some(tokens);
         Ok(Completion {
@@ -120,6 +138,16 @@ impl ChatClient {
         self.check_limit(completion_tokens);
         let cost = self.cost((prompt_tokens, completion_tokens));
         Usage { prompt_tokens, completion_tokens, is_estimated: counted.is_none(), cost }
+    }
+
+    /// The warning that the quota of tokens per minute is below one request, which then waits longer than a minute.
+    fn rate_warning(&self, n_tokens: u64) -> Option<String> {
+        let per_minute = self.endpoint.tokens_per_minute.map(u64::from).filter(|per_minute| *per_minute < n_tokens)?;
+        let (section, max_tokens) = (&self.section, self.endpoint.max_tokens);
+        let minutes = n_tokens as f64 / per_minute as f64;
+        Some(format!(
+            "{section}.tokens_per_minute is {per_minute}, and a request counts {n_tokens} tokens (max_tokens = {max_tokens} and its prompt): each waits about {minutes:.1} minutes; raise it, or lower {section}.max_tokens"
+        ))
     }
 
     /// Warns once if the service ignores `max_tokens`, on which budget and token rate limit rely.
@@ -162,6 +190,12 @@ fn refusal(body: &Value) -> Option<Refusal> {
     let code = error.get("code").unwrap_or(&Value::Null);
     let status = code.as_u64().or_else(|| code.as_str()?.parse().ok()).and_then(|status| u16::try_from(status).ok());
     Some(Refusal::reported(status, format!("answered with an error: {}", server_message(&body.to_string()))))
+}
+
+/// The text of a model's refusal, which OpenAI's API sends in place of the content.
+fn refusal_text(body: &Value) -> Option<String> {
+    let text = body.pointer("/choices/0/message/refusal")?.as_str()?;
+    Some(printable(text.trim(), MAX_REFUSAL_BYTES)).filter(|text| !text.is_empty())
 }
 
 fn check_ending(finish_reason: Option<&str>, text: &str) -> Result<(), String> {
@@ -326,6 +360,21 @@ mod tests {
         let named = json!({"provider": "vllm", "reasoning_effort": "none", "response_format": "json_object"});
         let expected = json!({"max_tokens": 9, "chat_template_kwargs": {"enable_thinking": false}, "response_format": {"type": "json_object"}});
         assert_eq!(parameters(named, "http://127.0.0.1:8000/v1", "m"), Ok(expected));
+    }
+
+    /// Regression: a quota below one request looked like a run that does nothing.
+    #[test]
+    fn a_token_quota_below_one_request_is_a_warning() {
+        let config: querl_core::config::JudgeConfig = serde_json::from_value(json!({
+            "kind": "openai", "model": "m", "base_url": "http://127.0.0.1:9/v1", "api_key_env": "", "max_tokens": 300,
+            "tokens_per_minute": 100,
+        }))
+        .unwrap();
+        let client = ChatClient::open("teacher", config.endpoint(), &ServiceContext::default()).unwrap();
+        assert_eq!(client.rate_warning(100), None);
+        let expected = "teacher.tokens_per_minute is 100, and a request counts 370 tokens (max_tokens = 300 and its prompt): each waits \
+                        about 3.7 minutes; raise it, or lower teacher.max_tokens";
+        assert_eq!(client.rate_warning(370).unwrap(), expected);
     }
 
     #[test]

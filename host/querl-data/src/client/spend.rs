@@ -4,7 +4,7 @@ use crate::error::DataError;
 use querl_core::fsx::{ReadError, json_problem, read_bounded};
 use querl_core::records::{CallFailure, FailureKind};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -45,6 +45,20 @@ pub struct Spend {
     pub lost_cost: f64,
     /// Number of responses without a known price, which `cost` does not include.
     pub unpriced: u64,
+    /// Ids of the batches whose responses are counted: a batch is counted once, even if it is read again.
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    pub batches: BTreeSet<String>,
+}
+
+impl Spend {
+    /// Adds the tokens and cost of one response.
+    pub(crate) fn add_usage(&mut self, usage: Usage) {
+        self.prompt_tokens += usage.prompt_tokens;
+        self.completion_tokens += usage.completion_tokens;
+        self.estimated += u64::from(usage.is_estimated);
+        self.unpriced += u64::from(usage.cost.is_none());
+        self.cost += usage.cost.unwrap_or(0.0);
+    }
 }
 
 impl std::ops::AddAssign<&Spend> for Spend {
@@ -61,6 +75,7 @@ impl std::ops::AddAssign<&Spend> for Spend {
         self.lost = self.lost.saturating_add(other.lost);
         self.lost_cost += other.lost_cost;
         self.unpriced = self.unpriced.saturating_add(other.unpriced);
+        self.batches.extend(other.batches.iter().cloned());
     }
 }
 
@@ -86,6 +101,8 @@ struct State {
     open: BTreeMap<CallKey, Reserved>,
     held: Reserved,
     saved: Option<Instant>,
+    /// Number of requests of this process that were or may have been charged without a usable response, and the last such failure.
+    unusable: Option<(u64, CallFailure)>,
 }
 
 /// Stage and provider.
@@ -230,8 +247,12 @@ impl SpendTracker {
     fn over_budget(&self, state: &State, max_cost: f64) -> CallFailure {
         let (spent, lost) = state.charged();
         let (budget, open) = (self.budget.unwrap_or_default(), lost + state.held.max_cost + state.in_flight.max_cost);
+        let unusable = state
+            .unusable
+            .as_ref()
+            .map_or_else(String::new, |(n, last)| format!("; {n} request(s) had no usable answer, the last: {last}"));
         let message = format!(
-            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is in flight or may have been charged, the next call may cost {max_cost:.4}; raise `budget` and run the same command to resume",
+            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is in flight or may have been charged, the next call may cost {max_cost:.4}{unusable}; raise `budget` and run the same command to resume",
         );
         CallFailure { kind: FailureKind::OverBudget, message }
     }
@@ -265,6 +286,27 @@ impl SpendTracker {
     /// Counts `n` requests of unknown outcome, each with a cost of up to `max_cost`.
     pub(crate) fn count_lost(&self, provider: &str, n: u64, max_cost: f64) {
         self.add(provider, &Spend { lost: n, lost_cost: n as f64 * max_cost, ..Spend::default() });
+    }
+
+    /// Counts the responses of a batch, unless they are counted already, and writes the spend file: `spent` and the batch's id reach the
+    /// file together, so that a kill cannot come between them.
+    pub(crate) fn charge_batch(&self, provider: &str, batch_id: &str, spent: &Spend) -> Result<(), DataError> {
+        {
+            let mut state = self.state();
+            let stage = state.stage.clone();
+            let of_provider = state.by_stage.entry(stage).or_default().entry(provider.to_owned()).or_default();
+            if of_provider.batches.insert(batch_id.to_owned()) {
+                *of_provider += spent;
+            }
+        }
+        self.save()
+    }
+
+    /// Notes the failure of a request that may have been charged, for the message of a spent budget.
+    pub(crate) fn note_unusable(&self, failure: &CallFailure) {
+        let mut state = self.state();
+        let n = state.unusable.as_ref().map_or(0, |(n, _)| *n);
+        state.unusable = Some((n + 1, failure.clone()));
     }
 
     pub(crate) fn count_joined(&self, provider: &str) {
@@ -421,11 +463,7 @@ impl CallSpend {
     }
 
     pub(crate) fn charged(&mut self, usage: Usage) {
-        self.spent.prompt_tokens += usage.prompt_tokens;
-        self.spent.completion_tokens += usage.completion_tokens;
-        self.spent.estimated += u64::from(usage.is_estimated);
-        self.spent.unpriced += u64::from(usage.cost.is_none());
-        self.spent.cost += usage.cost.unwrap_or(0.0);
+        self.spent.add_usage(usage);
     }
 
     fn settle(&mut self) {

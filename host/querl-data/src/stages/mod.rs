@@ -122,7 +122,10 @@ async fn call_all<'a, Record: StageRecord, F: Future<Output = Result<Record, Dat
         }
         stopped.store(reason.is_some(), Ordering::Relaxed);
     }
-    let (journal, locations) = reason.map_or_else(|| collector.end(), Err)?;
+    if let Some(reason) = reason {
+        return Err(collector.with_final_counts(reason));
+    }
+    let (journal, locations) = collector.end()?;
     Ok(StageResults { rows, journal, locations })
 }
 
@@ -133,6 +136,11 @@ fn is_service_down(reason: &DataError) -> bool {
         DataError::NoSuccess { failure, .. } => failure.kind == FailureKind::Unreachable,
         _ => false,
     }
+}
+
+/// False if no request was sent, because of the circuit breaker or the budget.
+fn was_called(failure: &CallFailure) -> bool {
+    !matches!(failure.kind, FailureKind::Down | FailureKind::OverBudget)
 }
 
 /// Collects the results of a running stage.
@@ -193,9 +201,30 @@ impl<'a, T: StageRecord> Collector<'a, T> {
         }
     }
 
+    /// The reason for a stop, after the calls that were in flight have ended.
+    fn with_final_counts(&self, reason: DataError) -> DataError {
+        let is_without_success = self.n_succeeded == self.n_succeeded_before;
+        match (reason, self.commonest_failure()) {
+            (DataError::NoSuccess { .. }, Some(counted)) if is_without_success => counted,
+            // Failures may be what the budget was spent on.
+            (DataError::Service(CallFailure { kind: kind @ FailureKind::OverBudget, message }), Some(other)) => {
+                let message = match other {
+                    DataError::NoSuccess { n_failed, failure, .. } if !message.contains(&failure.message) => {
+                        format!("{message}; {n_failed} row(s) failed before, most often: {failure}")
+                    }
+                    _ => message,
+                };
+                DataError::Service(CallFailure { kind, message })
+            }
+            (reason, _) => reason,
+        }
+    }
+
     fn count(&mut self, outcome: Outcome<'_>) {
-        self.n_done += 1;
-        self.n_tried += 1;
+        // Rows that were not called are neither done nor failed.
+        let is_tried = outcome.and_then(Result::err).is_none_or(was_called);
+        self.n_done += usize::from(is_tried);
+        self.n_tried += usize::from(is_tried);
         self.n_succeeded += usize::from(matches!(outcome, Some(Ok(()))));
         let Some(Err(failure)) = outcome else { return };
         match self.failures.iter_mut().find(|(first, _)| first.kind == failure.kind) {
@@ -217,16 +246,18 @@ impl<'a, T: StageRecord> Collector<'a, T> {
 
     fn commonest_failure(&self) -> Option<DataError> {
         // On ties, the first one.
-        let (failure, n_alike) = self.failures.iter().rev().max_by_key(|(_, n)| *n)?;
+        let called = self.failures.iter().rev().filter(|(failure, _)| was_called(failure));
+        let (failure, n_alike) = called.max_by_key(|(_, n)| *n)?;
         Some(DataError::NoSuccess { n_failed: self.n_failed(), n_alike: *n_alike, failure: failure.clone() })
     }
 
     fn n_failed(&self) -> usize {
-        self.failures.iter().map(|(_, n)| n).sum()
+        self.failures.iter().filter(|(failure, _)| was_called(failure)).map(|(_, n)| n).sum()
     }
 
     fn report(&self) {
-        let note = if self.failures.is_empty() { String::new() } else { format!("{} failed", self.n_failed()) };
+        let n_failed = self.n_failed();
+        let note = if n_failed == 0 { String::new() } else { format!("{n_failed} failed") };
         self.progress.update(self.n_done as u64, self.locations.len() as u64, &note);
     }
 }

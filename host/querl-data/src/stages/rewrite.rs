@@ -4,7 +4,7 @@ use super::{Outcome, StageRecord, StageResults, call_all};
 use crate::client::batch::{BatchResponses, BatchTeacher, NewPrompts};
 use crate::dataset::records::{Journal, JournalRecord, RowIter, Rows};
 use crate::error::DataError;
-use crate::text::hash_of;
+use crate::text::{hash_of, without_control_characters};
 use async_trait::async_trait;
 use querl_core::ports::{Progress, PromptInput, PromptTask, Prompts, Teacher};
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow, RewriteRecord};
@@ -189,13 +189,17 @@ fn messages(row: &QueryRow, prompts: &dyn Prompts) -> Result<Vec<Message>, DataE
     Ok(prompts.messages(PromptTask::TeacherRewrite, &input)?)
 }
 
-/// Parses the rewrite from a teacher's response with the prompt plugin.
+/// Parses the rewrite from a teacher's response with the prompt plugin, without control characters.
 pub(super) fn parsed(
     completion: Completion,
     prompts: &dyn Prompts,
 ) -> Result<Result<Completion, CallFailure>, DataError> {
     Ok(match prompts.parse_rewrite(&completion.text)? {
-        Ok(text) => Ok(Completion { text, ..completion }),
+        Ok(text) if without_control_characters(&text).trim().is_empty() => Err(CallFailure {
+            kind: FailureKind::InvalidResponse,
+            message: "the teacher's answer holds control characters alone".into(),
+        }),
+        Ok(text) => Ok(Completion { text: without_control_characters(&text).into_owned(), ..completion }),
         Err(rejection) => Err(CallFailure {
             kind: FailureKind::InvalidResponse,
             message: format!("the teacher's answer holds no rewrite: {rejection}"),

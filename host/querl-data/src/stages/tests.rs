@@ -26,7 +26,8 @@ fn rows(n: usize) -> Vec<QueryRow> {
 }
 
 fn failure(kind: FailureKind) -> CallFailure {
-    CallFailure { kind, message: "the service message so".into() }
+    let message = if kind == FailureKind::OverBudget { "the budget is spent" } else { "the service message so" };
+    CallFailure { kind, message: message.into() }
 }
 
 /// A service that fails on the given rows and counts calls. Later rows finish first.
@@ -141,6 +142,15 @@ async fn failed_rows_have_a_reason_and_are_tried_again() {
     let mended = run_rewrite(&rows, &second, &output).await.unwrap();
     assert_eq!(second.calls.load(Ordering::Relaxed), 2, "only the failed rows are tried again");
     assert!(mended.iter().all(|record| record.rewrite.is_ok()));
+}
+
+/// Regression: control characters of a response went into retrieval, training and a csv that could not be read again.
+#[test]
+fn a_rewrite_has_no_control_characters() {
+    let parsed = |text: &str| rewrite::parsed(Completion::of(text), &Plain).unwrap();
+    assert_eq!(parsed("改写:鱼\0油\u{1b}[31m\r\n用量\t").unwrap().text, "鱼油[31m\n用量\t");
+    let failure = parsed("改写:\0\u{1} ").unwrap_err();
+    assert_eq!(failure.kind, FailureKind::InvalidResponse);
 }
 
 /// A progress callback that stops the stage after this many rows.
@@ -272,6 +282,49 @@ async fn records_of_all_calls_in_flight_are_kept() {
     assert_eq!(n_lines, teacher.calls.load(Ordering::Relaxed));
 }
 
+/// The last progress: rows done, and the note.
+#[derive(Default)]
+struct LastProgress(Mutex<(u64, String)>);
+
+impl Progress for LastProgress {
+    fn update(&self, n_done: u64, _: u64, note: &str) {
+        *self.0.lock().unwrap() = (n_done, note.to_owned());
+    }
+
+    fn line(&self, _: &str) {}
+}
+
+/// The message of a rewrite stage that stops, and its last progress; later rows finish first.
+async fn stopped(n_rows: usize, failures: &[(usize, FailureKind)]) -> (String, (u64, String)) {
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
+    let (rows, teacher, progress) = (rows(n_rows), Scripted::new(failures), LastProgress::default());
+    let results = rewrite(&rows, &teacher, &Plain, Journal::open(&output).unwrap(), 12, &progress).await;
+    (results.err().unwrap().to_string(), progress.0.into_inner().unwrap())
+}
+
+/// Regression: the progress counted 12 failed rows, and the message 8.
+#[tokio::test]
+async fn counts_of_an_error_include_the_calls_in_flight() {
+    let failing: Vec<(usize, FailureKind)> = (2..22).map(|row| (row, FailureKind::InvalidResponse)).collect();
+    let (error, (n_done, note)) = stopped(20, &failing).await;
+    assert!(n_done > 8 && note == format!("{n_done} failed"), "{n_done} {note}");
+    assert!(
+        error.starts_with(&format!("none of {n_done} row(s) tried succeeded; {n_done} failed like this: ")),
+        "{error}"
+    );
+}
+
+/// Regression: rows that were never sent counted as done, and the failures before a spent budget were not named.
+#[tokio::test]
+async fn a_spent_budget_counts_called_rows_and_names_their_failure() {
+    let kind = |row| if row < 8 { FailureKind::InvalidResponse } else { FailureKind::OverBudget };
+    let failing: Vec<(usize, FailureKind)> = (2..14).map(|row| (row, kind(row))).collect();
+    let (error, last) = stopped(12, &failing).await;
+    assert_eq!(last, (6, "6 failed".to_owned()));
+    let expected = "over budget: the budget is spent; 6 row(s) failed before, most often: invalid response: the service message so";
+    assert!(error.ends_with(expected), "{error}");
+}
+
 #[tokio::test]
 async fn a_kill_between_output_and_removal_of_the_journal_changes_nothing() {
     let (_folder, output) = crate::scratch_file("rewrites.jsonl");
@@ -323,9 +376,11 @@ async fn first_rows_that_all_fail_alike_stop_the_stage() {
         let failing: Vec<(usize, FailureKind)> = (2..102).map(|row| (row, kind)).collect();
         let teacher = Scripted::new(&failing);
         let error = run_rewrite(&rows(100), &teacher, &folder.path().join("a.jsonl")).await.unwrap_err();
-        let message = format!("none of 8 row(s) tried succeeded; 8 failed like this: {kind}: the service message so");
+        let n = teacher.calls.load(Ordering::Relaxed);
+        let message =
+            format!("none of {n} row(s) tried succeeded; {n} failed like this: {kind}: the service message so");
         assert_eq!(error.to_string(), message);
-        assert!(teacher.calls.load(Ordering::Relaxed) < 20);
+        assert!(n < 20);
     }
 }
 

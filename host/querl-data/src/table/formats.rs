@@ -294,6 +294,9 @@ pub(crate) fn value_text(value: &Value) -> String {
         Value::Null => String::new(),
         Value::String(text) => text.clone(),
         Value::Array(items) => items.iter().map(value_text).collect::<Vec<_>>().join(","),
+        Value::Number(number) if number.is_f64() => {
+            number.as_f64().and_then(integer_text).unwrap_or_else(|| number.to_string())
+        }
         other => other.to_string(),
     }
 }
@@ -425,9 +428,10 @@ impl RowSource for ParquetFile {
                 Err(problem) => return Some(Err(unreadable(&path, &format!("row {number}: {problem}")))),
             };
             let cells = parquet_cells(&row, &columns, n_columns, form).map_err(|problem| {
-                let remedy = match problem.ends_with(CHAT) {
-                    true => CHAT_REMEDY,
-                    false => "write the column as text, numbers or lists of them",
+                let remedy = match () {
+                    () if problem.ends_with(CHAT) => CHAT_REMEDY,
+                    () if problem.ends_with(INFINITE) => "write a finite number, or null where a value is missing",
+                    () => "write the column as text, numbers or lists of them",
                 };
                 DataError::file(&path, format!("row {number} {problem}; {remedy}"))
             });
@@ -485,11 +489,14 @@ fn is_within(column: &ColumnChunkMetaData, n_bytes: u64) -> bool {
 fn parquet_cells(row: &Row, columns: &[usize], n_columns: usize, form: CellForm) -> Result<Vec<TableCell>, String> {
     let mut cells = vec![TableCell::default(); n_columns];
     for (column, (name, field)) in columns.iter().zip(row.get_column_iter()) {
-        cells[*column] = match form {
-            CellForm::Text => field_text(field).map_err(|what| format!("column `{name}` holds {what}"))?.into(),
-            CellForm::Typed => {
+        cells[*column] = match (field_text(field), form) {
+            (Err(what), CellForm::Text) | (Err(what @ INFINITE), CellForm::Typed) => {
+                return Err(format!("column `{name}` holds {what}"));
+            }
+            (Ok(text), CellForm::Text) => text.into(),
+            (text, CellForm::Typed) => {
                 let value = field_value(field);
-                let text = field_text(field).unwrap_or_else(|_| value_text(&value));
+                let text = text.unwrap_or_else(|_| value_text(&value));
                 TableCell { text, value: typed(&value, form) }
             }
         };
@@ -530,10 +537,9 @@ fn field_text(field: &Field) -> Result<String, &'static str> {
             Ok(text) => text.to_owned(),
             Err(_) => return Err("bytes that are not UTF-8 text"),
         },
-        Field::Float16(number) => number_text((*number).into()),
-        Field::Float(number) if number.fract() != 0.0 => number.to_string(),
-        Field::Float(number) => number_text((*number).into()),
-        Field::Double(number) => number_text(*number),
+        Field::Float16(number) => number_text((*number).into(), number)?,
+        Field::Float(number) => number_text((*number).into(), number)?,
+        Field::Double(number) => number_text(*number, number)?,
         Field::ListInternal(list) if list.elements().iter().any(is_message) => return Err(CHAT),
         Field::Group(_) if is_message(field) => return Err(CHAT),
         Field::ListInternal(list) => list.elements().iter().map(field_text).collect::<Result<Vec<_>, _>>()?.join(","),
@@ -568,7 +574,20 @@ pub(crate) fn is_chat(cell: &str) -> bool {
     inner.starts_with('{') && MESSAGE_KEYS.iter().any(|keys| keys.iter().all(|key| has(key)))
 }
 
-/// Integers without a decimal point, since ids have none.
-fn number_text(number: f64) -> String {
-    if number.fract() == 0.0 && number.abs() < 1e15 { format!("{number:.0}") } else { number.to_string() }
+/// Description of an infinite number, for an error message.
+const INFINITE: &str = "an infinite number";
+
+/// Text of a number in a column of floats; `own` has its precision. NaN is a missing value: pandas and pyarrow write missing values so.
+fn number_text(number: f64, own: &impl ToString) -> Result<String, &'static str> {
+    if number.is_infinite() {
+        return Err(INFINITE);
+    }
+    let text = || integer_text(number).unwrap_or_else(|| own.to_string());
+    Ok(if number.is_nan() { String::new() } else { text() })
+}
+
+/// The digits of a number without a fraction: ids have no decimal point, and pandas writes integers of a column with missing values as
+/// floats.
+fn integer_text(number: f64) -> Option<String> {
+    (number.fract() == 0.0 && number.abs() < 1e15).then(|| format!("{number:.0}"))
 }

@@ -2,7 +2,9 @@ use super::*;
 use crate::dataset::SplitMix64;
 use crate::dataset::export::{table_path, write_tables};
 use ::parquet::basic::{Compression, Encoding, GzipLevel};
-use ::parquet::data_type::{ByteArrayType, DataType, FixedLenByteArrayType, FloatType, Int32Type, Int64Type};
+use ::parquet::data_type::{
+    ByteArrayType, DataType, DoubleType, FixedLenByteArrayType, FloatType, Int32Type, Int64Type,
+};
 use ::parquet::file::properties::{WriterProperties, WriterVersion};
 use ::parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use querl_core::config::TableFormat;
@@ -509,6 +511,37 @@ fn unused_parquet_columns_may_have_any_type() {
     assert_eq!(folder.read("b.parquet").unwrap_err(), expected);
 }
 
+/// Regression: a missing value of a column of floats was the gold id `NaN`.
+#[test]
+fn floats_read_as_missing_values_integers_or_numbers() {
+    let folder = Folder::new();
+    let schema =
+        "message rows { optional binary original_query (UTF8); optional double gold_ids; optional float group; }";
+    let read = |gold: f64, group: f32| {
+        parquet_file(&folder.path("a.parquet"), schema, WriterProperties::default(), |columns| {
+            put::<ByteArrayType>(columns, "鱼油".into());
+            put::<DoubleType>(columns, gold);
+            put::<FloatType>(columns, group);
+        });
+        let config = DataConfig { group_column: Some("group".into()), ..config(folder.path("a.parquet")) };
+        let rows = || open_queries(&config)?.read()?.collect::<Result<Vec<_>, _>>();
+        let row = rows().map_err(|error| folder.shown(&error))?.remove(0);
+        Ok::<_, String>((row.gold_ids, row.group))
+    };
+    assert_eq!(read(f64::NAN, f32::NAN), Ok((Vec::new(), "鱼油".into())));
+    assert_eq!(read(1.0, 0.1), Ok((vec!["1".into()], "0.1".into())));
+    let remedy = "holds an infinite number; write a finite number, or null where a value is missing";
+    assert_eq!(read(f64::INFINITY, 1.0), Err(format!("a.parquet: row 1 column `gold_ids` {remedy}")));
+    assert_eq!(read(1.0, f32::NEG_INFINITY), Err(format!("a.parquet: row 1 column `group` {remedy}")));
+    let lines =
+        "{\"original_query\": \"鱼油\", \"gold_ids\": 1.0}\n{\"original_query\": \"钙片\", \"gold_ids\": [2.0, 2.5]}\n";
+    let rows = folder.open("a.jsonl", lines).unwrap();
+    assert_eq!(
+        (&rows[0].gold_ids[..], &rows[1].gold_ids[..]),
+        (&["1".to_owned()][..], &["2".to_owned(), "2.5".into()][..])
+    );
+}
+
 /// A parquet file with the texts `鱼油` and `鱼油怎么吃`, and a row without text between them.
 fn texts_file(folder: &Folder, properties: WriterProperties) -> Vec<u8> {
     let schema = "message rows { optional binary original_query (UTF8); }";
@@ -1001,6 +1034,23 @@ mod columns {
         let (price, flag) = (ColumnValue::Number(12.5), ColumnValue::Flag(true));
         let expected = [("price", price), ("flag", flag), ("day", text("2024-05-06")), ("note", text("x"))];
         assert_eq!(named(&found[0]), expected);
+    }
+
+    #[test]
+    fn nan_of_parquet_is_an_empty_cell_and_an_infinite_number_is_an_error() {
+        let folder = Folder::new();
+        let schema = "message rows { optional binary original_query (UTF8); optional double price; }";
+        let read_price = |price: f64| {
+            parquet_file(&folder.path("a.parquet"), schema, WriterProperties::default(), |columns| {
+                put::<ByteArrayType>(columns, "鱼油".into());
+                put::<DoubleType>(columns, price);
+            });
+            read(&super::config(folder.path("a.parquet")))
+        };
+        assert!(named(&read_price(f64::NAN).unwrap()[0]).is_empty());
+        assert_eq!(named(&read_price(2.0).unwrap()[0]), [("price", ColumnValue::Number(2.0))]);
+        let error = read_price(f64::INFINITY).unwrap_err();
+        assert!(error.contains("row 1 column `price` holds an infinite number"), "{error}");
     }
 
     #[test]

@@ -317,6 +317,7 @@ mod tests {
                 n_episodes: 8,
                 max_drop_rate: 0.1,
                 reason: reason.into(),
+                last: String::new(),
             };
             let message = error.to_string();
             let explained = explain_missing_baselines(&config, lacking, error.into()).to_string();

@@ -8,9 +8,13 @@ use crate::{Metrics, TrainError};
 use querl_core::config::RlConfig;
 use querl_core::ports::{CallTimings, PluginActivity};
 use querl_core::records::{EpisodeRecord, Rejection};
+use querl_core::text::printable;
 use querl_model::Generated;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+
+/// Maximum length of a rejection's detail in an error message.
+const MAX_DETAIL_BYTES: usize = 400;
 
 /// A dataset row to sample responses for, and the index of the row's first sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -147,7 +151,13 @@ impl PartialBatch {
             return Ok(());
         }
         let reason = reasons.into_iter().max_by_key(|(_, n)| *n).map(|(code, _)| code).unwrap_or_default();
-        Err(TrainError::DropRate { step: self.step, n_dropped, n_episodes, max_drop_rate, reason })
+        let rejections = self.responses.iter().rev().filter_map(|response| response.record.outcome.as_ref().err());
+        let detail = rejections.filter(|rejection| rejection.code == reason).map(|rejection| rejection.detail.as_str());
+        let last = match detail.map(|detail| printable(detail, MAX_DETAIL_BYTES)).find(|detail| !detail.is_empty()) {
+            Some(detail) => format!("; the last: {detail}"),
+            None => String::new(),
+        };
+        Err(TrainError::DropRate { step: self.step, n_dropped, n_episodes, max_drop_rate, reason, last })
     }
 
     /// With `rl.dynamic_sampling`, replaces those queries of a complete batch whose samples all have the same score by the next queries in

@@ -1,7 +1,7 @@
 //! Downloads and reads the responses of ended batches. The spend of all files is counted before any row gets a response.
 
 use super::{Batch, BatchState, BatchTeacher, FileLimits, SubmittedBatches, prompt_id};
-use crate::client::spend::{CallSpend, Usage};
+use crate::client::spend::{Spend, Usage};
 use crate::error::DataError;
 use crate::text::hash_of;
 use querl_core::fsx::MAX_LINE_BYTES;
@@ -56,9 +56,9 @@ impl BatchTeacher {
             progress.line(&format!("batch {id}: {missing}; rows without an answer are taken to have failed"));
         }
         if !submitted.state.batches[index].is_charged {
-            self.charge(files.iter().flat_map(|file| &file.answered), &submitted.state.batches[index]);
-            // Spend is saved first: a kill in between leaves it too high, never too low.
-            self.tracker.save()?;
+            let spent = self.spend(files.iter().flat_map(|file| &file.answered), &submitted.state.batches[index]);
+            // A kill before the next line leaves a batch that is charged and not marked: the spend file knows its id.
+            self.tracker.charge_batch(&self.provider, &id, &spent)?;
             submitted.change(index, |batch| batch.is_charged = true)?;
         }
         submitted.reserved[index] = None;
@@ -156,8 +156,9 @@ impl BatchTeacher {
         Ok((lines, answered))
     }
 
-    fn charge<'a>(&self, answered: impl Iterator<Item = &'a (u64, Usage)>, batch: &Batch) {
+    fn spend<'a>(&self, answered: impl Iterator<Item = &'a (u64, Usage)>, batch: &Batch) -> Spend {
         let mean_prompt_tokens = batch.prompt_tokens / (batch.ids.len() as u64).max(1);
+        let mut spent = Spend::default();
         for (_, usage) in answered {
             let mut usage = *usage;
             if usage.is_estimated {
@@ -165,11 +166,11 @@ impl BatchTeacher {
                 usage.cost = self.client.cost((usage.prompt_tokens, usage.completion_tokens));
             }
             usage.cost = usage.cost.map(|cost| cost * self.price_factor);
-            let mut call_spend = CallSpend::new(&self.tracker, &self.provider);
-            call_spend.sent();
-            call_spend.answered();
-            call_spend.charged(usage);
+            spent.calls += 1;
+            spent.tries += 1;
+            spent.add_usage(usage);
         }
+        spent
     }
 
     fn response(&self, messages: &[Message], line: &Value) -> Result<Completion, CallFailure> {

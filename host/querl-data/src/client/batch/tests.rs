@@ -412,6 +412,24 @@ async fn responses_are_charged_once() {
     }
 }
 
+/// Regression: a kill between the spend file and the state file let the next run charge the batch again.
+#[tokio::test]
+async fn a_batch_is_charged_once_if_a_kill_leaves_it_unmarked() {
+    let mut scene = Scene::new(|_, _| None);
+    let spend_file = scene.folder.path().join("calls.json");
+    for _ in 0..2 {
+        let tracker = SpendTracker::open(&spend_file, None).unwrap();
+        scene.services = ServiceContext::default().with_spend_tracker(Arc::new(tracker));
+        assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
+        let spent = scene.spent("teacher m (batch)");
+        assert!(spent.calls == 2 && (spent.cost - 2.0 * PRICE).abs() < 1e-12, "{spent:?}");
+        let state = std::fs::read_to_string(scene.state()).unwrap();
+        assert!(state.contains("\"is_charged\":true"), "{state}");
+        std::fs::write(scene.state(), state.replace("\"is_charged\":true", "\"is_charged\":false")).unwrap();
+    }
+    assert_eq!(scene.service.n_begun(), 1);
+}
+
 #[tokio::test]
 async fn batches_of_another_model_are_rejected_and_those_of_the_same_are_read() {
     let scene = Scene::broken(is_download, answered(404));

@@ -131,7 +131,8 @@ impl FileTransfer {
         most_bytes: u64,
         mut take: impl FnMut(&[u8]) -> Result<(), FailedAttempt>,
     ) -> Result<(), FailedAttempt> {
-        let broken = |error: reqwest::Error| self.failed(call, FailureKind::Unreachable, super::root_cause(&error));
+        let broken =
+            |error: reqwest::Error| self.failed(call, FailureKind::Unreachable, super::connection_problem(&error));
         let exchange = async {
             let mut response = request.send().await.map_err(broken)?;
             moved.tick();

@@ -263,6 +263,11 @@ impl Caller {
             }
             None => Ok(response),
         });
+        if let Err(failed) = &outcome
+            && !matches!(failed.charge, Charge::Nothing)
+        {
+            self.tracker.note_unusable(&failed.failure);
+        }
         let mut call_spend = lock(call_spend);
         match outcome.as_ref().map_err(|failed| failed.charge) {
             Ok(_) => call_spend.answered(),
@@ -365,7 +370,7 @@ impl Caller {
     fn broken(&self, call: &Call<'_>, error: &reqwest::Error) -> FailedAttempt {
         let (kind, what) = match error.is_timeout() && !error.is_connect() {
             true => (FailureKind::Timeout, format!("no answer within {} s", self.limits.timeout.as_secs_f64())),
-            false => (FailureKind::Unreachable, root_cause(error)),
+            false => (FailureKind::Unreachable, connection_problem(error)),
         };
         // Without a connection nothing was charged.
         let failed = self.failed(call, kind, Retry::Later, what);
@@ -441,6 +446,30 @@ pub fn root_cause(error: &dyn std::error::Error) -> String {
         cause = next;
     }
     cause.to_string()
+}
+
+/// The innermost cause of an error as in [`root_cause`], or a sentence with the remedy if it is a TLS error that rustls reports as debug
+/// text.
+fn connection_problem(error: &dyn std::error::Error) -> String {
+    let cause = root_cause(error);
+    let explained = [
+        (
+            "UnknownIssuer",
+            "no known CA signed the server's certificate; write a PEM file of the CA that did, or of the self-signed certificate itself, in \
+             calls.ca_file",
+        ),
+        (
+            "CaUsedAsEndEntity",
+            "the server's own certificate is a CA certificate; give the server one with basicConstraints CA:FALSE, and write a PEM file of \
+             its CA, or of itself if it is self-signed, in calls.ca_file",
+        ),
+        (
+            "InvalidContentType",
+            "the server does not speak TLS on this port; write http:// in place of https://, or another port",
+        ),
+    ];
+    let explanation = explained.into_iter().find(|(name, _)| cause.contains(name));
+    explanation.map_or(cause, |(_, explanation)| explanation.to_owned())
 }
 
 fn new_client(setting: &str, limits: &CallLimits, config: &CallsConfig) -> Result<Client, DataError> {

@@ -140,6 +140,24 @@ async fn persistent_faults_are_reported() {
     }
 }
 
+/// Regression: a broken service was reported as a spent budget alone.
+#[tokio::test]
+async fn a_spent_budget_names_the_last_request_without_a_usable_answer() {
+    let server = failing(usize::MAX, Reply::Cut(good()));
+    let (_folder, path) = crate::scratch_file("calls.json");
+    let tracker = Arc::new(SpendTracker::open(&path, Some(1.0)).unwrap());
+    let services = ServiceContext::new(&quick()).with_spend_tracker(tracker);
+    let caller = Caller::new("teacher.base_url", &server.url(), None, limits(5), &services).unwrap();
+    let bound = CostBound { n_tokens: 0, max_cost: 0.4 };
+    let failure = caller.call(&Call::post("", &json!({})), bound, &|_| None).await.unwrap_err();
+    assert_eq!((failure.kind, server.n_requests()), (FailureKind::OverBudget, 2));
+    assert!(
+        failure.message.contains("; 2 request(s) had no usable answer, the last: invalid response: POST http://"),
+        "{failure}"
+    );
+    assert!(failure.message.contains("the answer is not JSON: EOF"), "{failure}");
+}
+
 #[tokio::test]
 async fn refusals_are_final_and_quote_the_server() {
     for status in [400, 401, 402, 403, 404, 422] {
@@ -305,7 +323,31 @@ async fn http2_over_tls_works_with_an_own_certificate_authority() {
     assert_eq!(caller(&server, 3, &config).post(&json!({})).await.unwrap().body["ok"], "改写");
     assert_eq!(server.n_requests(), 3);
     let failure = ask(&server, 0).await.unwrap_err();
-    assert!(failure.message.contains("certificate"), "{failure}");
+    let expected = "no known CA signed the server's certificate; write a PEM file of the CA that did, or of the self-signed certificate \
+                    itself, in calls.ca_file";
+    assert!(failure.message.ends_with(expected), "{failure}");
+}
+
+/// Regression: TLS errors were debug text without a remedy.
+#[tokio::test]
+async fn tls_errors_have_a_remedy() {
+    use std::io::{Read, Write};
+    let server = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("https://{}/", server.local_addr().unwrap());
+    let plain = std::thread::spawn(move || {
+        let mut stream = server.accept().unwrap().0;
+        stream.read_exact(&mut [0; 5]).unwrap();
+        stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+        // Until the client closes the connection.
+        let _ = stream.read_to_end(&mut Vec::new());
+    });
+    let failure = open(&url, None, limits(0), &quick()).unwrap().post(&json!({})).await.unwrap_err();
+    plain.join().unwrap();
+    assert!(failure.message.contains("the server does not speak TLS on this port; write http://"), "{failure}");
+    let error = std::io::Error::other("invalid peer certificate: Other(OtherError(CaUsedAsEndEntity))");
+    let problem = connection_problem(&error);
+    assert!(problem.contains("basicConstraints CA:FALSE") && problem.ends_with("in calls.ca_file"), "{problem}");
+    assert_eq!(connection_problem(&std::io::Error::other("Connection refused")), "Connection refused");
 }
 
 #[tokio::test]

@@ -8,6 +8,7 @@ pub(crate) use xlsx::fits_cell;
 use crate::dataset::records::{RecordFile, Rows};
 use crate::error::DataError;
 use crate::request_log::lines::LoggedQueryRow;
+use crate::text::without_control_characters;
 use parquet::basic::Compression;
 use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
 use parquet::errors::ParquetError;
@@ -238,8 +239,11 @@ impl RowWriter for DelimitedWriter {
     fn row(&mut self, cells: &[Cell<'_>]) -> Result<(), DataError> {
         let text = |cell: &Cell<'_>| match cell {
             Cell::Empty => String::new(),
-            Cell::Text(text) if is_formula(text) => format!("'{text}"),
-            Cell::Text(text) => text.to_string(),
+            // A zero byte would make the table unreadable.
+            Cell::Text(text) => match without_control_characters(text) {
+                text if is_formula(&text) => format!("'{text}"),
+                text => text.into_owned(),
+            },
             Cell::Count(number) => number.to_string(),
             Cell::Score(number) => number.to_string(),
             Cell::Flag(flag) => flag.to_string(),

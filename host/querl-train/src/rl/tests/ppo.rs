@@ -1,11 +1,12 @@
 //! PPO on a tiny random decoder and an environment with a known optimum.
 
-use super::support::{Model, Scorer, bits, config as common, plain_text, rejection, reward};
+use super::support::{Model, Scorer, bits, config as common, plain_text, reward};
 use crate::TrainError;
 use crate::rl::{RlSummary, train};
 use crate::testing::Recorder;
 use querl_core::config::{AdvantageForm, CriticKind, PolicyLossKind, RlAlgorithm, RlConfig};
 use querl_core::ports::PolicyResponse;
+use querl_core::records::Rejection;
 use querl_model::{LoraAdapter, LoraSettings};
 
 fn config() -> RlConfig {
@@ -26,7 +27,7 @@ fn run_with(
     let (policy, prompts) = (model.adapter(settings, 5), model.prompts());
     let score = |rejects| {
         Scorer(move |_, index, response: &PolicyResponse| match rejects && index % 2 == 1 {
-            true => Err(rejection("retrieval_timeout")),
+            true => Err(Rejection::new("retrieval_timeout", "no answer within 1 s")),
             false => Ok(reward(plain_text(response))),
         })
     };
@@ -145,7 +146,8 @@ fn the_same_seed_gives_the_same_adapter() {
 fn too_many_dropped_episodes_stop_the_run_with_the_reason() {
     let (summary, _, _) = run(&Model::new(), &config(), true);
     let message = summary.unwrap_err().to_string();
-    assert!(message.contains("8 of 16 episodes were dropped") && message.contains("retrieval_timeout"), "{message}");
+    assert!(message.contains("8 of 16 episodes were dropped"), "{message}");
+    assert!(message.ends_with("most often: retrieval_timeout; the last: no answer within 1 s"), "{message}");
     let tolerant = RlConfig { max_drop_rate: 0.5, ..config() };
     let (summary, recorder, _) = run(&Model::new(), &tolerant, true);
     assert_eq!(summary.unwrap().dropped, [("retrieval_timeout".to_owned(), 16)].into());
