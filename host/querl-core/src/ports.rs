@@ -506,6 +506,33 @@ impl From<Vec<EpisodeRecord>> for ScoredResponses {
     }
 }
 
+/// Position in a log, which a checkpoint keeps, with a checksum of the log up to there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "StoredMark")]
+pub struct LogMark {
+    /// Length of the log: bytes of an episode log, lines of a metrics log.
+    pub length: u64,
+    /// CRC-32C of the log; `None`: not known, and not compared.
+    pub crc32c: Option<u32>,
+}
+
+/// A mark in a checkpoint. Those of earlier versions are the length alone.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum StoredMark {
+    Length(u64),
+    Mark { length: u64, crc32c: Option<u32> },
+}
+
+impl From<StoredMark> for LogMark {
+    fn from(stored: StoredMark) -> Self {
+        match stored {
+            StoredMark::Length(length) => Self { length, crc32c: None },
+            StoredMark::Mark { length, crc32c } => Self { length, crc32c },
+        }
+    }
+}
+
 /// RL environment: turns responses into scored episodes (parsing, retrieval, judge, reward plugins).
 ///
 /// The trainer calls it from one thread at a time and blocks; the environment limits its own calls
@@ -518,20 +545,21 @@ pub trait Environment: Send + Sync {
     /// The batch cannot be scored or logged.
     fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError>;
 
-    /// Syncs the episode log and returns its length in bytes; 0 without a log.
+    /// Syncs the episode log and returns its end; the default mark without a log.
     ///
     /// # Errors
     /// The log cannot be written.
-    fn mark(&self) -> Result<u64, EnvironmentError> {
-        Ok(0)
+    fn mark(&self) -> Result<LogMark, EnvironmentError> {
+        Ok(LogMark::default())
     }
 
-    /// Truncates the episode log to `mark`, which [`mark`](Self::mark) returned in this process or an earlier one.
+    /// Truncates the episode log to `mark`, which [`mark`](Self::mark) returned in this process or an earlier one. If the log is shorter or
+    /// its content up to there was changed, it stays as it is, and the difference is returned: the path and what differs.
     ///
     /// # Errors
-    /// The log is shorter, or cannot be written.
-    fn rewind(&self, _mark: u64) -> Result<(), EnvironmentError> {
-        Ok(())
+    /// The log cannot be read or written.
+    fn rewind(&self, _mark: LogMark) -> Result<Option<String>, EnvironmentError> {
+        Ok(None)
     }
 }
 

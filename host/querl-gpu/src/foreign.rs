@@ -1,7 +1,7 @@
 //! The program as the library sees it: progress, metrics, environments, rollout engine and responses, called through a [`HostTable`].
 
 use querl_core::ports::{
-    Environment, EnvironmentError, PolicyResponse, Progress, RolloutEngine, RolloutPrompt, RolloutResponse,
+    Environment, EnvironmentError, LogMark, PolicyResponse, Progress, RolloutEngine, RolloutPrompt, RolloutResponse,
     RolloutSampling, ScoredResponses,
 };
 use querl_core::records::{CallFailure, FailureKind, Split};
@@ -68,9 +68,16 @@ impl<'a> Host<'a> {
         }
     }
 
-    fn request_mark(&self, request: &Request) -> Result<u64, String> {
+    fn request_mark(&self, request: &Request) -> Result<LogMark, String> {
         match self.request(request)? {
             Reply::Mark(mark) => Ok(mark),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    fn request_rewind(&self, request: &Request) -> Result<Option<String>, String> {
+        match self.request(request)? {
+            Reply::Rewound(difference) => Ok(difference),
             other => Err(unexpected(&other)),
         }
     }
@@ -80,6 +87,7 @@ fn unexpected(reply: &Reply) -> String {
     let kind = match reply {
         Reply::Done => "done",
         Reply::Mark(_) => "a mark",
+        Reply::Rewound(_) => "a rewound log",
         Reply::Scored(_) => "scores",
         Reply::Rollouts(_) => "rollouts",
     };
@@ -102,12 +110,12 @@ impl MetricSink for Host<'_> {
         self.request_done(&request).map_err(io::Error::other)
     }
 
-    fn mark(&mut self) -> io::Result<u64> {
+    fn mark(&mut self) -> io::Result<LogMark> {
         self.request_mark(&Request::MarkMetrics).map_err(io::Error::other)
     }
 
-    fn rewind(&mut self, mark: u64) -> io::Result<()> {
-        self.request_done(&Request::RewindMetrics(mark)).map_err(io::Error::other)
+    fn rewind(&mut self, mark: LogMark) -> io::Result<Option<String>> {
+        self.request_rewind(&Request::RewindMetrics(mark)).map_err(io::Error::other)
     }
 }
 
@@ -122,13 +130,13 @@ impl Environment for HostEnvironment<'_> {
         }
     }
 
-    fn mark(&self) -> Result<u64, EnvironmentError> {
+    fn mark(&self) -> Result<LogMark, EnvironmentError> {
         self.0.request_mark(&Request::MarkEpisodes(self.1)).map_err(EnvironmentError::Record)
     }
 
-    fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
+    fn rewind(&self, mark: LogMark) -> Result<Option<String>, EnvironmentError> {
         let request = Request::RewindEpisodes { split: self.1, mark };
-        self.0.request_done(&request).map_err(EnvironmentError::Record)
+        self.0.request_rewind(&request).map_err(EnvironmentError::Record)
     }
 }
 

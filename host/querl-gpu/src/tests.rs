@@ -3,8 +3,8 @@
 use super::*;
 use querl_core::config::{ModelConfig, RlConfig, SftConfig};
 use querl_core::ports::{
-    Environment, EnvironmentError, FaultKind, PluginFault, PolicyResponse, Progress, RolloutEngine, RolloutPrompt,
-    RolloutResponse, RolloutSampling, ScoredResponses,
+    Environment, EnvironmentError, FaultKind, LogMark, PluginFault, PolicyResponse, Progress, RolloutEngine,
+    RolloutPrompt, RolloutResponse, RolloutSampling, ScoredResponses,
 };
 use querl_core::records::{CallFailure, Message};
 use querl_model::{DType, Decoder, DecoderConfig, TokenizerSettings, train_tokenizer};
@@ -79,13 +79,13 @@ impl MetricSink for Sink<'_> {
         Ok(())
     }
 
-    fn mark(&mut self) -> io::Result<u64> {
-        Ok(self.records.len() as u64)
+    fn mark(&mut self) -> io::Result<LogMark> {
+        Ok(LogMark { length: self.records.len() as u64, crc32c: None })
     }
 
-    fn rewind(&mut self, mark: u64) -> io::Result<()> {
-        self.records.truncate(mark as usize);
-        Ok(())
+    fn rewind(&mut self, mark: LogMark) -> io::Result<Option<String>> {
+        self.records.truncate(mark.length as usize);
+        Ok(None)
     }
 }
 

@@ -5,6 +5,7 @@ use crate::ledger::StageName;
 use crate::tensorboard::EventFile;
 use anyhow::Context;
 use querl_core::fsx::write_atomic;
+use querl_core::ports::LogMark;
 use querl_core::run_dir::RunDir;
 use querl_train::{MetricSink, Metrics};
 use serde_json::{Map, Value};
@@ -18,7 +19,8 @@ pub struct MetricsLog {
     path: PathBuf,
     stage: String,
     file: File,
-    n_lines: u64,
+    /// The stage's lines, with the checksum of their texts.
+    end: LogMark,
     events: EventFile,
     extra: Option<Box<dyn Fn() -> BTreeMap<String, f64> + Send>>,
     /// Interrupt guard, held from the start of the training.
@@ -33,7 +35,7 @@ impl MetricsLog {
     pub fn open(path: &Path, stage: &str) -> anyhow::Result<Self> {
         let unwritable = || format!("{}: cannot be written", path.display());
         drop_torn_line(path).with_context(unwritable)?;
-        let n_lines = of_stage(&read(path).with_context(unwritable)?, stage).count() as u64;
+        let end = of_stage(&read(path).with_context(unwritable)?, stage).fold(START, extended);
         let file = append_to(path).with_context(unwritable)?;
         let events = RunDir::tensorboard(path, stage);
         let events = EventFile::open(&events).with_context(|| format!("{}: cannot be written", events.display()))?;
@@ -41,7 +43,7 @@ impl MetricsLog {
             path: path.to_owned(),
             stage: stage.to_owned(),
             file,
-            n_lines,
+            end,
             events,
             extra: None,
             at_safe_points: None,
@@ -60,10 +62,11 @@ impl MetricsLog {
         line.insert("stage".into(), self.stage.as_str().into());
         line.insert("step".into(), step.into());
         line.extend(metrics.iter().map(|(name, value)| (name.clone(), Value::from(*value))));
-        let mut text = serde_json::to_vec(&line)?;
-        text.push(b'\n');
-        self.file.write_all(&text)?;
-        self.n_lines += 1;
+        let mut text = serde_json::to_string(&line)?;
+        let end = extended(self.end, &text);
+        text.push('\n');
+        self.file.write_all(text.as_bytes())?;
+        self.end = end;
         self.events.append(step, metrics)
     }
 }
@@ -76,22 +79,25 @@ impl MetricSink for MetricsLog {
         self.append(step, &all)
     }
 
-    fn mark(&mut self) -> io::Result<u64> {
+    fn mark(&mut self) -> io::Result<LogMark> {
         sync(&self.file)?;
-        Ok(self.n_lines)
+        Ok(self.end)
     }
 
     /// Removes later lines of this stage and keeps those of other stages. Each training starts with this call; from here on an interrupt
     /// saves its state.
-    fn rewind(&mut self, mark: u64) -> io::Result<()> {
+    fn rewind(&mut self, mark: LogMark) -> io::Result<Option<String>> {
         self.at_safe_points.get_or_insert_with(interrupt::at_safe_points);
         let text = read(&self.path)?;
-        let mut n_own = 0;
+        let mut end = START;
         let is_kept = |line: &&str| match stage_of(line) {
             None => false,
             Some(stage) if stage == self.stage => {
-                n_own += 1;
-                n_own <= mark
+                let is_before = end.length < mark.length;
+                if is_before {
+                    end = extended(end, line);
+                }
+                is_before
             }
             Some(_) => true,
         };
@@ -100,9 +106,30 @@ impl MetricSink for MetricsLog {
             write_atomic(&self.path, kept.as_bytes())?;
             self.file = append_to(&self.path)?;
         }
-        self.n_lines = n_own.min(mark);
-        self.events.rewind(mark)
+        self.end = end;
+        self.events.rewind(mark.length)?;
+        let (path, stage) = (self.path.display(), &self.stage);
+        let LogMark { length: wanted, crc32c } = mark;
+        Ok(if end.length < wanted {
+            Some(format!(
+                "{path}: has {} lines of {stage}, and had {wanted} when the checkpoint was written",
+                end.length
+            ))
+        } else if crc32c.is_some() && crc32c != end.crc32c {
+            Some(format!("{path}: the first {wanted} lines of {stage} were changed after the checkpoint was written"))
+        } else {
+            None
+        })
     }
+}
+
+/// The mark of a log without lines.
+const START: LogMark = LogMark { length: 0, crc32c: Some(0) };
+
+/// The mark after one more line.
+fn extended(mark: LogMark, line: &str) -> LogMark {
+    let crc32c = mark.crc32c.map(|crc| crc32c::crc32c_append(crc, line.as_bytes()));
+    LogMark { length: mark.length + 1, crc32c }
 }
 
 fn append_to(path: &Path) -> io::Result<File> {
@@ -222,18 +249,43 @@ mod tests {
         MetricsLog::open(&path, "sft").unwrap().append(1, &figures(1.5)).unwrap();
         rl.file.write_all(b"{\"stage\":\"rl\",\"st").unwrap();
         let mut again = MetricsLog::open(&path, "rl").unwrap();
-        again.rewind(mark).unwrap();
+        assert_eq!(again.rewind(mark).unwrap(), None);
         again.append(2, &figures(0.125)).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         let line =
             |stage: &str, step: u64, loss: f64| format!("{{\"loss\":{loss},\"stage\":\"{stage}\",\"step\":{step}}}\n");
         assert_eq!(text, [line("rl", 1, 0.5), line("sft", 1, 1.5), line("rl", 2, 0.125)].concat());
-        assert_eq!(again.mark().unwrap(), 2);
+        assert_eq!(again.mark().unwrap().length, 2);
         let stages = by_stage(&path).unwrap();
         for (stage, lines) in &stages {
             assert_eq!((&lines.text, lines.rows.len()), (&lines_of(&path, stage).unwrap(), lines.text.lines().count()));
         }
         assert_eq!(stages.keys().collect::<Vec<_>>(), ["rl", "sft"]);
+    }
+
+    /// Regression: a log that had lost its lines, or in which a number was changed, was truncated to the checkpoint without a word.
+    #[test]
+    fn a_log_that_differs_from_what_it_was_at_the_mark_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut log = MetricsLog::open(&path, "rl").unwrap();
+        for step in [1, 2] {
+            log.append(step, &BTreeMap::from([("loss".to_owned(), 0.5)])).unwrap();
+        }
+        let (mark, whole) = (log.mark().unwrap(), std::fs::read_to_string(&path).unwrap());
+        let rewound = |text: &str, mark: LogMark| {
+            std::fs::write(&path, text).unwrap();
+            let difference = MetricsLog::open(&path, "rl").unwrap().rewind(mark).unwrap();
+            difference.map(|text| text.replace(&path.display().to_string(), "LOG"))
+        };
+        let changed = whole.replacen("0.5", "0.6", 1);
+        assert_eq!(rewound(&whole, mark), None);
+        let expected = "LOG: has 0 lines of rl, and had 2 when the checkpoint was written";
+        assert_eq!(rewound("", mark).as_deref(), Some(expected));
+        let expected = "LOG: the first 2 lines of rl were changed after the checkpoint was written";
+        assert_eq!(rewound(&changed, mark).as_deref(), Some(expected));
+        // Checkpoints of earlier versions have no checksum.
+        assert_eq!(rewound(&changed, LogMark { crc32c: None, ..mark }), None);
     }
 
     use proptest::collection::{btree_map, vec};

@@ -14,7 +14,7 @@ mod same_score;
 
 use anyhow::{Context, Result, bail};
 use querl_core::config::{BaseDtype, CriticKind, LrScheduler, RlConfig, SftConfig, TuningMethod};
-use querl_core::ports::Silent;
+use querl_core::ports::{LogMark, Silent};
 use querl_model::{
     Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, Mesh, SamplingSettings, TextTokenizer,
     Weights,
@@ -308,13 +308,13 @@ impl MetricSink for StepTimes {
         Ok(())
     }
 
-    fn mark(&mut self) -> std::io::Result<u64> {
-        Ok(self.ends.len() as u64)
+    fn mark(&mut self) -> std::io::Result<LogMark> {
+        Ok(LogMark { length: self.ends.len() as u64, crc32c: None })
     }
 
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.ends.truncate(mark as usize);
-        self.metrics.truncate(mark as usize);
-        Ok(())
+    fn rewind(&mut self, mark: LogMark) -> std::io::Result<Option<String>> {
+        self.ends.truncate(mark.length as usize);
+        self.metrics.truncate(mark.length as usize);
+        Ok(None)
     }
 }

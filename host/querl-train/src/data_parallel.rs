@@ -12,17 +12,24 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The newest checkpoint state with its step, which the first rank reads and broadcasts. `store`: `Some` on the first rank only.
+/// The newest checkpoint state with its step ([`StateStore::newest`]), which the first rank reads and broadcasts. `store`: `Some` on the first
+/// rank only.
 pub(crate) fn newest_checkpoint(
     ranks: &Ranks,
     store: Option<&StateStore>,
     progress: &dyn Progress,
+    log_difference: &dyn Fn(&State) -> Result<Option<String>, TrainError>,
 ) -> Result<Arc<Option<(u64, State)>>, TrainError> {
     let mine = match ranks.is_first() {
-        true => Some(store.map(|store| store.newest(progress)).transpose()?.flatten()),
+        true => Some(store.map(|store| store.newest(progress, log_difference)).transpose()?.flatten()),
         false => None,
     };
     Ok(ranks.broadcast(0, mine)?)
+}
+
+/// Warns that the metrics log of a resumed training differs from what it was at the checkpoint.
+pub(crate) fn warn_of_metrics(difference: &str, progress: &dyn Progress) {
+    progress.line(&format!("warning: {difference}; the training is not affected"));
 }
 
 /// Checks the stop flag before a pass, if the results of all passes since `step` can be discarded.

@@ -22,6 +22,9 @@ pub enum TrainError {
     Environment(#[from] EnvironmentError),
     #[error("{0}")]
     Data(String),
+    /// The text says which episode log differs from what it was at the newest checkpoint, and how.
+    #[error("{0}; no earlier checkpoint fits it; run the stage again with `--from rl`")]
+    EpisodeLog(String),
     #[error(
         "rl step {step}: {n_dropped} of {n_episodes} episodes were dropped, above rl.max_drop_rate {max_drop_rate}; most often: {reason}{last}"
     )]

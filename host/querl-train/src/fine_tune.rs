@@ -4,11 +4,11 @@
 
 use crate::batching::DataOrder;
 use crate::checkpoint::{BEST, LAST, STATE, SaveTimer};
-use crate::data_parallel::{check_equal_weights, newest_checkpoint};
+use crate::data_parallel::{check_equal_weights, newest_checkpoint, warn_of_metrics};
 use crate::{AdamW, AdamWSettings, Gradients, MetricSink, Metrics, State, StateStore, TrainError, lr_factor};
 use candle_core::Var;
 use querl_core::config::SftConfig;
-use querl_core::ports::Progress;
+use querl_core::ports::{LogMark, Progress};
 use querl_model::{Dropout, Mesh, Ranks};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -123,7 +123,7 @@ impl<'a> Trainer<'a> {
         let directory = task.output_dir.join(STATE);
         let fingerprint = task.fingerprint.filter(|_| task.mesh.all.is_first());
         let store = fingerprint.map(|fingerprint| StateStore::open(&directory, config.save_total_limit, fingerprint));
-        let newest = newest_checkpoint(&task.mesh.all, store.as_ref(), task.progress)?;
+        let newest = newest_checkpoint(&task.mesh.all, store.as_ref(), task.progress, &|_| Ok(None))?;
         let mut trainer = Self {
             task,
             schedule: Schedule::new(config, task.objective.n_rows()),
@@ -133,7 +133,7 @@ impl<'a> Trainer<'a> {
             store,
             timer: SaveTimer::start(config.save_interval_s),
         };
-        let mut mark = 0;
+        let mut mark = LogMark::default();
         if let Some((step, state)) = &*newest {
             let state = &state.shard(&task.mesh.tensor)?;
             trainer.state = state.get("course")?;
@@ -144,7 +144,9 @@ impl<'a> Trainer<'a> {
             task.progress.line(&format!("resuming from step {step}"));
         }
         // Metrics of repeated steps are recorded again.
-        sink.rewind(mark).map_err(|source| trainer.io(source))?;
+        if let Some(difference) = sink.rewind(mark).map_err(|source| trainer.io(source))? {
+            warn_of_metrics(&difference, task.progress);
+        }
         Ok(trainer)
     }
 

@@ -35,6 +35,7 @@ pub use optim::{AdamW, AdamWSettings, lr_factor};
 pub use policy::{Example, Policy};
 pub use rl::health::{Health, ValidationProgress};
 
+use querl_core::ports::LogMark;
 use std::collections::BTreeMap;
 
 /// Metrics of one step: value by name, with the names of verl.
@@ -48,15 +49,16 @@ pub trait MetricSink {
     /// The metrics cannot be written.
     fn record(&mut self, stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()>;
 
-    /// Syncs the recorded metrics to disk and returns the length of the log, which a checkpoint keeps.
+    /// Syncs the recorded metrics to disk and returns the end of the log, which a checkpoint keeps.
     ///
     /// # Errors
     /// The log cannot be synced.
-    fn mark(&mut self) -> std::io::Result<u64>;
+    fn mark(&mut self) -> std::io::Result<LogMark>;
 
-    /// Removes all metrics recorded after [`mark`](Self::mark) returned `mark`, in this process or an earlier one.
+    /// Removes all metrics recorded after [`mark`](Self::mark) returned `mark`, in this process or an earlier one. If earlier metrics were
+    /// removed or changed since then, the difference is returned: the path and what differs.
     ///
     /// # Errors
     /// The log cannot be truncated.
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()>;
+    fn rewind(&mut self, mark: LogMark) -> std::io::Result<Option<String>>;
 }

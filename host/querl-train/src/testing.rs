@@ -2,6 +2,7 @@
 
 use crate::{MetricSink, Metrics, TrainError};
 use candle_core::Error;
+use querl_core::ports::LogMark;
 use querl_model::ComputeDevice;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,13 +16,13 @@ impl MetricSink for Recorder {
         Ok(())
     }
 
-    fn mark(&mut self) -> std::io::Result<u64> {
-        Ok(self.0.len() as u64)
+    fn mark(&mut self) -> std::io::Result<LogMark> {
+        Ok(LogMark { length: self.0.len() as u64, crc32c: None })
     }
 
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.0.truncate(mark as usize);
-        Ok(())
+    fn rewind(&mut self, mark: LogMark) -> std::io::Result<Option<String>> {
+        self.0.truncate(mark.length as usize);
+        Ok(None)
     }
 }
 
@@ -63,11 +64,11 @@ impl<F: FnMut(u64, &Metrics)> MetricSink for Watched<F> {
         self.recorder.record(stage, step, metrics)
     }
 
-    fn mark(&mut self) -> std::io::Result<u64> {
+    fn mark(&mut self) -> std::io::Result<LogMark> {
         self.recorder.mark()
     }
 
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
+    fn rewind(&mut self, mark: LogMark) -> std::io::Result<Option<String>> {
         self.recorder.rewind(mark)
     }
 }

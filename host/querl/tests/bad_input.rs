@@ -155,6 +155,12 @@ fn config_check_and_dry_runs_look_into_the_folder_of_the_model() {
 fn unreadable_configuration_file_is_reported() {
     let project = Project::new();
     assert_eq!(project.refusal(&["run", "qerl.toml"], 2), "qerl.toml: no such file; did you mean querl.toml?");
+    // Symptom: no remedy where no name is similar.
+    let other = project.refusal(&["run", "nope.toml"], 2);
+    assert_eq!(other, "nope.toml: no such file; expected a configuration file, such as querl.toml");
+    let nowhere = project.refusal(&["run", "nowhere/nope.toml"], 2);
+    let expected = "expected a configuration file, such as examples/fivedoctors/querl.toml";
+    assert_eq!(nowhere, format!("nowhere/nope.toml: no such file; {expected}"));
     let expected = ".: is a folder, not a configuration file; did you mean ./querl.toml?";
     assert_eq!(project.refusal(&["run", "."], 2), expected);
     std::fs::write(project.path("querl.toml"), b"tenant = 1\n# \xff\n").unwrap();
@@ -771,7 +777,9 @@ fn a_damaged_ledger_and_an_unusable_folder_are_mistakes_of_the_user() {
     let project = Project::new();
     project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
     let file = project.refusal(&["run", "querl.toml", "--out", "queries.jsonl"], 2);
-    assert_eq!(file, "queries.jsonl: a file; choose another folder, or change `output_dir`");
+    assert_eq!(file, "queries.jsonl: a file, not a folder; choose another folder, or change `output_dir`");
+    // Symptom: the folder that cannot exist was called a file.
+    assert_eq!(project.refusal(&["run", "querl.toml", "--out", "queries.jsonl/x"], 2), file);
     project.write("run/stages.json", "{");
     let ledger = project.refusal(&["run", "querl.toml"], 2);
     assert!(ledger.starts_with("run/stages.json: not a ledger of stages (EOF while parsing"), "{ledger}");

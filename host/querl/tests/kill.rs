@@ -12,7 +12,6 @@ use querl_faulty::{Answer, FaultyServer, Reply};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader};
-use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use support::Project;
@@ -272,6 +271,15 @@ fn a_rollout_that_is_interrupted_again_and_again_ends_with_the_bytes_of_one_that
     assert_same(&stopped, &results(&unbroken));
 }
 
+/// The step of the newest checkpoint of a stage.
+fn newest_state(project: &Project, stage: &str) -> u64 {
+    let entries = std::fs::read_dir(project.path(&format!("run/{stage}/state"))).unwrap().flatten();
+    let step = |entry: std::fs::DirEntry| {
+        entry.file_name().to_str()?.strip_prefix("step-")?.strip_suffix(".state")?.parse::<u64>().ok()
+    };
+    entries.filter_map(step).max().unwrap()
+}
+
 #[test]
 fn a_damaged_checkpoint_falls_back_to_the_one_before() {
     let (unbroken, damaged) = (project(), project());
@@ -280,22 +288,55 @@ fn a_damaged_checkpoint_falls_back_to_the_one_before() {
     let mut child = run_until(damaged.command(&args), &damaged, "sft", 9);
     child.kill().unwrap();
     child.wait().unwrap();
-    let states = std::fs::read_dir(damaged.path("run/sft/state")).unwrap().flatten().map(|entry| entry.path());
-    let step = |path: &Path| path.file_stem().unwrap().to_str().unwrap()["step-".len()..].parse::<u64>().unwrap();
-    let newest =
-        states.filter(|path| path.extension().is_some_and(|end| end == "state")).max_by_key(|p| step(p)).unwrap();
-    let mut bytes = std::fs::read(&newest).unwrap();
+    let newest = newest_state(&damaged, "sft");
+    let path = damaged.path(&format!("run/sft/state/step-{newest}.state"));
+    let mut bytes = std::fs::read(&path).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
-    std::fs::write(&newest, bytes).unwrap();
+    std::fs::write(&path, bytes).unwrap();
     let done = damaged.querl(&args).ok();
-    let name = newest.file_name().unwrap().to_str().unwrap();
-    let before = step(&newest) - 3;
-    let warning =
-        format!("{name}: is damaged: its digest is not that of its content; the checkpoint of step {before} is used\n");
+    let before = newest - 3;
+    let warning = format!(
+        "step-{newest}.state: is damaged: its digest is not that of its content; the checkpoint of step {before} is used\n"
+    );
     assert!(done.stderr.contains(&warning), "{done:#?}");
     assert!(done.stderr.contains(&format!("sft: resuming from step {before}\n")), "{done:#?}");
     assert!(sft_results(&damaged) == sft_results(&unbroken));
+}
+
+/// Regression: a run resumed from an episode log whose content was damaged, and recorded the log's digest as that of a sound one.
+#[test]
+fn a_damaged_episode_log_falls_back_to_a_checkpoint_that_fits_or_stops_the_run() {
+    let (unbroken, damaged) = (project(), project());
+    let args = args(&["rl.max_steps=20", "rl.save_steps=1", "rl.eval_steps=100"]);
+    unbroken.querl(&args).ok();
+    // The evaluation before the first step, and three steps.
+    let mut child = run_until(damaged.command(&args), &damaged, "rl", 4);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let log = damaged.path("run/episodes.jsonl");
+    let whole = std::fs::read(&log).unwrap();
+    let damage = |at: usize| {
+        let mut bytes = whole.clone();
+        bytes[at] = 0xff;
+        std::fs::write(&log, bytes).unwrap();
+    };
+    damage(0);
+    let stopped = damaged.querl(&args);
+    let expected = "bytes were changed after the checkpoint was written; no earlier checkpoint fits it; run the stage again with `--from rl`\n";
+    assert_eq!(stopped.code, Some(2), "{stopped:#?}");
+    assert!(stopped.stderr.ends_with(expected), "{stopped:#?}");
+
+    let newest = newest_state(&damaged, "rl");
+    let id = format!("step-{newest:06}/");
+    damage(whole.windows(id.len()).position(|bytes| bytes == id.as_bytes()).unwrap());
+    let done = damaged.querl(&args).ok();
+    let before = newest - 1;
+    let warning =
+        format!("bytes were changed after the checkpoint was written; the checkpoint of step {before} is used\n");
+    assert!(done.stderr.contains(&warning), "{done:#?}");
+    assert!(done.stderr.contains(&format!("rl: resuming from step {before}\n")), "{done:#?}");
+    assert_same(&damaged, &results(&unbroken));
 }
 
 /// A limit on file size simulates a full disk: the write fails half way.
@@ -314,7 +355,7 @@ fn a_full_disk_is_a_clean_stop_that_can_be_resumed() {
     let said = limited.stderr;
     assert_eq!(limited.code, Some(1), "{said}");
     let message = "step-8.state: cannot be written; earlier checkpoints are complete; run the same command again to \
-                   resume: File too large (os error 27)\n";
+                   resume: File too large (os error 27); raise the limit (`ulimit -f`) first\n";
     assert!(said.ends_with(message), "{said}");
     let done = full.querl(&args).ok();
     assert!(done.stderr.contains("sft: resuming from step 4\n"), "{done:#?}");

@@ -4,6 +4,7 @@ use crate::report::{BenchReport, Benchmark, Ceilings, KernelTime, Lengths, LoadR
 use crate::{rollout, training};
 use anyhow::{Result, anyhow, bail};
 use querl_core::config::{ModelConfig, RlConfig, SftConfig};
+use querl_core::ports::LogMark;
 use querl_model::{
     ComputeDevice, DType, Decoder, DecoderConfig, ExportSettings, Repeated, TextTokenizer, Weights, copies,
     matrix_products, small_model, write_random_model,
@@ -245,13 +246,13 @@ impl MetricSink for StepTimes {
         Ok(())
     }
 
-    fn mark(&mut self) -> io::Result<u64> {
-        Ok(self.0.len() as u64)
+    fn mark(&mut self) -> io::Result<LogMark> {
+        Ok(LogMark { length: self.0.len() as u64, crc32c: None })
     }
 
-    fn rewind(&mut self, mark: u64) -> io::Result<()> {
-        self.0.truncate(mark as usize);
+    fn rewind(&mut self, mark: LogMark) -> io::Result<Option<String>> {
+        self.0.truncate(mark.length as usize);
         self.1 = Instant::now();
-        Ok(())
+        Ok(None)
     }
 }

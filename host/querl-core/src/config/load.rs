@@ -253,7 +253,7 @@ fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
     })
 }
 
-/// Suggests a file with a similar name in the same folder.
+/// Suggests a file with a similar name in the same folder, or shows what is expected. Nothing for the configuration of a run.
 fn neighbour(path: &Path) -> String {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let wanted = path.file_name().unwrap_or_default().to_string_lossy();
@@ -262,7 +262,12 @@ fn neighbour(path: &Path) -> String {
     let near = names.filter(|name| name.ends_with(".toml")).map(|name| (strsim::jaro_winkler(&wanted, &name), name));
     match near.filter(|(likeness, _)| *likeness > 0.8).max_by(|one, other| one.0.total_cmp(&other.0)) {
         Some((_, name)) => format!("; did you mean {}?", path.with_file_name(name).display()),
-        None => String::new(),
+        None if wanted == "config.resolved.toml" => String::new(),
+        None => {
+            let usual = path.with_file_name("querl.toml");
+            let shown = if usual.is_file() { usual.as_path() } else { Path::new("examples/fivedoctors/querl.toml") };
+            format!("; expected a configuration file, such as {}", shown.display())
+        }
     }
 }
 
@@ -859,6 +864,15 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
         let expected =
             format!("{}: no such file; did you mean {}?", folder.path().join("qurl.toml").display(), there.display());
         assert_eq!(error("qurl.toml"), expected);
+        let expected = format!(
+            "{}: no such file; expected a configuration file, such as {}",
+            folder.path().join("nope.toml").display(),
+            there.display()
+        );
+        assert_eq!(error("nope.toml"), expected);
+        let expected = "no such file; expected a configuration file, such as examples/fivedoctors/querl.toml";
+        assert!(error("none/nope.toml").ends_with(expected));
+        assert!(error("run/config.resolved.toml").ends_with("config.resolved.toml: no such file"));
         assert!(error("").contains("is a folder, not a configuration file; did you mean"));
         // Symptom: "linked.toml: no such file; did you mean linked.toml?"
         #[cfg(unix)]

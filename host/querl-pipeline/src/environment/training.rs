@@ -4,11 +4,11 @@ use super::columns::RowColumns;
 use super::judging::Judging;
 use super::scorer::{Baselines, ScoreRequest, ScoredEpisode, Scorer, Scores};
 use crate::plugin_activity::{self, CallMeter};
-use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
+use querl_core::ports::{Environment, EnvironmentError, LogMark, PolicyResponse, ScoredResponses};
 use querl_core::records::{DatasetRow, EpisodeRecord, Split};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
@@ -97,11 +97,11 @@ impl Environment for TrainingEnvironment {
         Ok(ScoredResponses { records, timings, plugins })
     }
 
-    fn mark(&self) -> Result<u64, EnvironmentError> {
+    fn mark(&self) -> Result<LogMark, EnvironmentError> {
         self.log.mark()
     }
 
-    fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
+    fn rewind(&self, mark: LogMark) -> Result<Option<String>, EnvironmentError> {
         self.log.rewind(mark)
     }
 }
@@ -109,15 +109,47 @@ impl Environment for TrainingEnvironment {
 #[derive(Debug)]
 pub(crate) struct EpisodeLog {
     path: PathBuf,
-    file: Mutex<File>,
+    file: Mutex<LogFile>,
+}
+
+/// An open log, and the CRC-32C of its first `n_checked` bytes.
+#[derive(Debug)]
+struct LogFile {
+    file: File,
+    n_checked: u64,
+    crc32c: u32,
+}
+
+impl LogFile {
+    /// The CRC-32C of the first `length` bytes. Only what an earlier call has not read is read.
+    fn checksum(&mut self, length: u64) -> io::Result<u32> {
+        if self.n_checked > length {
+            (self.n_checked, self.crc32c) = (0, 0);
+        }
+        self.file.seek(SeekFrom::Start(self.n_checked))?;
+        let mut buffer = vec![0; (length - self.n_checked).min(1 << 18) as usize];
+        while self.n_checked < length {
+            let n_bytes = (length - self.n_checked).min(buffer.len() as u64) as usize;
+            self.file.read_exact(&mut buffer[..n_bytes])?;
+            self.crc32c = crc32c::crc32c_append(self.crc32c, &buffer[..n_bytes]);
+            self.n_checked += n_bytes as u64;
+        }
+        Ok(self.crc32c)
+    }
+
+    fn mark(&mut self) -> io::Result<LogMark> {
+        self.file.sync_all()?;
+        let length = self.file.metadata()?.len();
+        Ok(LogMark { length, crc32c: Some(self.checksum(length)?) })
+    }
 }
 
 impl EpisodeLog {
     /// Opens the episode log at `path`, which may have records of earlier steps.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
-        let file = OpenOptions::new().create(true).append(true).open(path)?;
-        Ok(Self { path: path.into(), file: Mutex::new(file) })
+        let file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
+        Ok(Self { path: path.into(), file: Mutex::new(LogFile { file, n_checked: 0, crc32c: 0 }) })
     }
 
     /// Appends the episodes of one batch, in a single write.
@@ -127,7 +159,8 @@ impl EpisodeLog {
             serde_json::to_writer(&mut lines, record).map_err(|error| self.failed(&error))?;
             lines.push(b'\n');
         }
-        let mut file = self.file();
+        let mut log = self.file();
+        let file = &mut log.file;
         let end = file.metadata().map_err(|error| self.failed(&error))?.len();
         file.write_all(&lines).map_err(|error| {
             // Removes the part that was written; if that fails too, readers skip the torn line.
@@ -136,26 +169,30 @@ impl EpisodeLog {
         })
     }
 
-    pub(crate) fn mark(&self) -> Result<u64, EnvironmentError> {
-        let file = self.file();
-        let length = file.sync_all().and_then(|()| Ok(file.metadata()?.len()));
-        length.map_err(|error| self.failed(&error))
+    pub(crate) fn mark(&self) -> Result<LogMark, EnvironmentError> {
+        self.file().mark().map_err(|error| self.failed(&error))
     }
 
-    /// Truncates the file to the length that it had when [`mark`](Self::mark) returned `mark`.
-    pub(crate) fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
-        let file = self.file();
-        let length = file.metadata().map_err(|error| self.failed(&error))?.len();
-        if length < mark {
-            return Err(EnvironmentError::Record(format!(
-                "{}: has {length} bytes, and had {mark} when the checkpoint was written; run the stage again with `--from rl`",
-                self.path.display()
-            )));
+    /// Truncates the file to its content when [`mark`](Self::mark) returned `mark`. If it no longer has this content, it stays as it is, and
+    /// the difference is returned.
+    pub(crate) fn rewind(&self, mark: LogMark) -> Result<Option<String>, EnvironmentError> {
+        let (mut log, path, LogMark { length: wanted, crc32c }) = (self.file(), self.path.display(), mark);
+        let length = log.file.metadata().map_err(|error| self.failed(&error))?.len();
+        if length < wanted {
+            let difference = format!("has {length} bytes, and had {wanted} when the checkpoint was written");
+            return Ok(Some(format!("{path}: {difference}")));
         }
-        file.set_len(mark).and_then(|()| file.sync_all()).map_err(|error| self.failed(&error))
+        let found = log.checksum(wanted);
+        let found = found.map_err(|error| EnvironmentError::Record(format!("{path}: cannot be read: {error}")))?;
+        if crc32c.is_some_and(|expected| expected != found) {
+            let difference = format!("the first {wanted} bytes were changed after the checkpoint was written");
+            return Ok(Some(format!("{path}: {difference}")));
+        }
+        log.file.set_len(wanted).and_then(|()| log.file.sync_all()).map_err(|error| self.failed(&error))?;
+        Ok(None)
     }
 
-    fn file(&self) -> MutexGuard<'_, File> {
+    fn file(&self) -> MutexGuard<'_, LogFile> {
         self.file.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
@@ -220,11 +257,45 @@ mod tests {
         let whole = std::fs::read(&path).unwrap();
         std::fs::write(&path, [&whole[..], b"{\"format\":3,\"st"].concat()).unwrap();
         let second = environment(&shop, &path, Phase::Rollout);
-        second.rewind(mark).unwrap();
+        assert_eq!(second.rewind(mark).unwrap(), None);
         second.score(2, &[response(0, "good")]).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), whole);
-        let error = second.rewind(1_000_000).unwrap_err().to_string();
-        assert!(error.contains("and had 1000000 when the checkpoint was written"), "{error}");
+        assert_eq!(second.mark().unwrap(), environment(&shop, &path, Phase::Rollout).mark().unwrap());
+    }
+
+    /// Regression: only the length was compared, so that a run resumed with a log whose content was damaged.
+    #[test]
+    fn a_log_that_is_not_what_it_was_at_the_mark_is_named_and_left_as_it_is() {
+        let (shop, folder) = (Shop::default(), tempfile::tempdir().unwrap());
+        let path = folder.path().join("episodes.jsonl");
+        let first = environment(&shop, &path, Phase::Rollout);
+        first.score(1, &[response(0, "good")]).unwrap();
+        let early = first.mark().unwrap();
+        first.score(2, &[response(0, "good")]).unwrap();
+        let (late, whole) = (first.mark().unwrap(), std::fs::read(&path).unwrap());
+        let rewound = |bytes: &[u8], mark| {
+            std::fs::write(&path, bytes).unwrap();
+            let difference = environment(&shop, &path, Phase::Rollout).rewind(mark).unwrap();
+            let difference = difference.map(|text| text.replace(&path.display().to_string(), "LOG"));
+            (difference, std::fs::read(&path).unwrap().len())
+        };
+        let (n_early, n_late) = (early.length as usize, late.length as usize);
+        let cut = format!("LOG: has {} bytes, and had {n_late} when the checkpoint was written", n_late - 1);
+        assert_eq!(rewound(&whole[..n_late - 1], late), (Some(cut), n_late - 1));
+        assert_eq!(rewound(&whole[..n_late - 1], early), (None, n_early));
+        let mut damaged = whole.clone();
+        damaged[n_early + 10] = 0xff;
+        let changed = format!("LOG: the first {n_late} bytes were changed after the checkpoint was written");
+        assert_eq!(rewound(&damaged, late), (Some(changed), n_late));
+        assert_eq!(rewound(&damaged, early), (None, n_early));
+        // Checkpoints of earlier versions have the length alone.
+        let old: LogMark = serde_json::from_str(&n_late.to_string()).unwrap();
+        assert_eq!(rewound(&damaged, old), (None, n_late));
+        // One process may go back over several checkpoints.
+        std::fs::write(&path, &damaged).unwrap();
+        let resumed = environment(&shop, &path, Phase::Rollout);
+        assert!(resumed.rewind(late).unwrap().is_some());
+        assert_eq!((resumed.rewind(early).unwrap(), resumed.mark().unwrap()), (None, early));
     }
 
     #[test]

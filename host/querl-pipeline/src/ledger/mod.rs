@@ -127,10 +127,9 @@ impl Ledger {
         let contents = match fsx::read_bounded(path, MAX_FILE_BYTES) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => empty(),
             Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => {
-                let folder = path.parent().unwrap_or(path).display();
-                return Err(
-                    Stop::usage(format!("{folder}: a file; choose another folder, or change `output_dir`")).into()
-                );
+                let file = path.ancestors().skip(1).find(|path| path.exists()).unwrap_or(path).display();
+                let remedy = "choose another folder, or change `output_dir`";
+                return Err(Stop::usage(format!("{file}: a file, not a folder; {remedy}")).into());
             }
             Err(error) if fsx::is_exhausted(&error) => {
                 anyhow::bail!("{}: cannot be read: {}", path.display(), fsx::io_problem(&error));

@@ -49,19 +49,27 @@ impl StateStore {
     }
 
     /// The newest state to resume from, with its step; `None` if there is none. A state that is damaged or of another training is skipped
-    /// with a warning.
+    /// with a warning, and so is one for which `log_difference` returns how the episode log differs from what it was at that checkpoint.
     ///
     /// # Errors
-    /// The folder or a file in it cannot be read.
-    pub fn newest(&self, warn: &dyn Progress) -> Result<Option<(u64, State)>, TrainError> {
+    /// The folder or a file in it cannot be read; the log fits no state ([`TrainError::EpisodeLog`]); an error of `log_difference`.
+    pub fn newest(
+        &self,
+        warn: &dyn Progress,
+        log_difference: &dyn Fn(&State) -> Result<Option<String>, TrainError>,
+    ) -> Result<Option<(u64, State)>, TrainError> {
         let io = |source| TrainError::Io { path: self.directory.clone(), source };
-        let mut damaged = Vec::new();
+        let (mut damaged, mut differing_log) = (Vec::new(), None);
         for step in self.steps().map_err(io)?.into_iter().rev() {
             let path = self.path(step);
             match read_state(&path) {
                 Ok(found) if found.fingerprint == self.fingerprint && found.step == step => {
-                    warn_of(&damaged, &format!("the checkpoint of step {step} is used"), warn);
-                    return Ok(Some((step, found.state)));
+                    let Some(difference) = log_difference(&found.state)? else {
+                        warn_of(&damaged, &format!("the checkpoint of step {step} is used"), warn);
+                        return Ok(Some((step, found.state)));
+                    };
+                    damaged.push(difference.clone());
+                    differing_log.get_or_insert(difference);
                 }
                 Ok(_) => warn.line(&format!(
                     "warning: {}: belongs to a training on other inputs; not resumed from it",
@@ -70,6 +78,9 @@ impl StateStore {
                 Err(ReadError::Damaged(what)) => damaged.push(format!("{}: {what}", path.display())),
                 Err(ReadError::Io(source)) => return Err(TrainError::Io { path, source }),
             }
+        }
+        if let Some(difference) = differing_log {
+            return Err(TrainError::EpisodeLog(difference));
         }
         warn_of(&damaged, "no complete checkpoint is left, and the stage starts from the beginning", warn);
         Ok(None)
@@ -289,8 +300,12 @@ mod tests {
         state
     }
 
+    fn any_log(_: &State) -> Result<Option<String>, TrainError> {
+        Ok(None)
+    }
+
     fn newest(store: &StateStore) -> Option<(u64, u64)> {
-        let (step, state) = store.newest(&Silent).unwrap()?;
+        let (step, state) = store.newest(&Silent, &any_log).unwrap()?;
         Some((step, state.get("value").unwrap()))
     }
 
@@ -324,9 +339,37 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         std::fs::write(&path, &bytes[..bytes.len() - 3]).unwrap();
         let lines = Lines::default();
-        assert_eq!(store.newest(&lines).unwrap().unwrap().0, 5);
+        assert_eq!(store.newest(&lines, &any_log).unwrap().unwrap().0, 5);
         let expected = format!("warning: {}: ends too early; the checkpoint of step 5 is used", path.display());
         assert_eq!(*lines.0.lock().unwrap(), [expected]);
+    }
+
+    /// Regression: a log that was cut by one byte made a run with earlier checkpoints impossible to resume.
+    #[test]
+    fn the_newest_state_that_the_log_fits_is_used_and_without_one_nothing_starts_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = StateStore::open(folder.path(), 3, "a");
+        for step in [5, 10, 15] {
+            store.write(step, &state(step)).unwrap();
+        }
+        // A log that has the content of step `n` and no more.
+        let newest = |n: u64| {
+            let lines = Lines::default();
+            let difference = |state: &State| -> Result<Option<String>, TrainError> {
+                let wanted = state.get::<u64>("value")?;
+                Ok((wanted > n).then(|| format!("e.jsonl: has {n} bytes, and had {wanted}")))
+            };
+            let step = store.newest(&lines, &difference).map(|found| found.map(|(step, _)| step));
+            (step, lines.0.into_inner().unwrap())
+        };
+        let (step, warnings) = newest(9);
+        let expected = [15, 10]
+            .map(|wanted| format!("warning: e.jsonl: has 9 bytes, and had {wanted}; the checkpoint of step 5 is used"));
+        assert_eq!((step.unwrap(), warnings.as_slice()), (Some(5), &expected[..]));
+        let (error, warnings) = newest(4);
+        let expected =
+            "e.jsonl: has 4 bytes, and had 15; no earlier checkpoint fits it; run the stage again with `--from rl`";
+        assert_eq!((error.unwrap_err().to_string().as_str(), warnings.len()), (expected, 0));
     }
 
     #[test]
@@ -336,7 +379,7 @@ mod tests {
         std::fs::write(store.path(5), "querl").unwrap();
         std::fs::write(store.path(10), "").unwrap();
         let lines = Lines::default();
-        assert!(store.newest(&lines).unwrap().is_none());
+        assert!(store.newest(&lines, &any_log).unwrap().is_none());
         let expected = [10, 5].map(|step| {
             let path = store.path(step);
             let end = "ends too early; no complete checkpoint is left, and the stage starts from the beginning";
@@ -352,7 +395,7 @@ mod tests {
         let store = StateStore::open(folder.path(), 3, "a");
         store.write(5, &state(5)).unwrap();
         std::fs::create_dir(store.path(10)).unwrap(); // a folder cannot be read as a file, not even by root
-        let error = store.newest(&Silent).unwrap_err();
+        let error = store.newest(&Silent, &any_log).unwrap_err();
         assert!(matches!(&error, TrainError::Io { path, .. } if *path == store.path(10)), "{error}");
     }
 
@@ -361,7 +404,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         StateStore::open(folder.path(), 3, "a").write(5, &state(5)).unwrap();
         let lines = Lines::default();
-        assert!(StateStore::open(folder.path(), 3, "b").newest(&lines).unwrap().is_none());
+        assert!(StateStore::open(folder.path(), 3, "b").newest(&lines, &any_log).unwrap().is_none());
         assert!(lines.0.lock().unwrap()[0].ends_with("belongs to a training on other inputs; not resumed from it"));
     }
 

@@ -18,7 +18,7 @@ use super::{Failure, GenerateJob, GeneratedResponse, Resources, RlJob, SftJob};
 use crate::Metrics;
 use crate::rl::RlSummary;
 use crate::sft::SftSummary;
-use querl_core::ports::{PolicyResponse, RolloutPrompt, RolloutResponse, RolloutSampling, ScoredResponses};
+use querl_core::ports::{LogMark, PolicyResponse, RolloutPrompt, RolloutResponse, RolloutSampling, ScoredResponses};
 use querl_core::records::Split;
 use serde::{Deserialize, Serialize};
 use std::ffi::c_void;
@@ -207,7 +207,7 @@ pub enum Request {
         metrics: Metrics,
     },
     MarkMetrics,
-    RewindMetrics(u64),
+    RewindMetrics(LogMark),
     Score {
         split: Split,
         step: u64,
@@ -216,7 +216,7 @@ pub enum Request {
     MarkEpisodes(Split),
     RewindEpisodes {
         split: Split,
-        mark: u64,
+        mark: LogMark,
     },
     Responses(Vec<GeneratedResponse>),
     SetPolicy {
@@ -235,8 +235,10 @@ pub enum Request {
 pub enum Reply {
     /// The call succeeded and has no result.
     Done,
-    /// Length of the metrics log, as [`MetricSink::mark`](crate::MetricSink::mark) returns it.
-    Mark(u64),
+    /// End of a log, as [`MetricSink::mark`](crate::MetricSink::mark) returns it.
+    Mark(LogMark),
+    /// Difference of a log, as [`MetricSink::rewind`](crate::MetricSink::rewind) returns it.
+    Rewound(Option<String>),
     /// One episode record per response.
     Scored(ScoredResponses),
     /// Responses of the rollout server, one list per prompt.

@@ -230,17 +230,13 @@ impl Context<'_, '_> {
                 Reply::Done
             }
             Request::MarkMetrics => Reply::Mark(metrics().mark().map_err(io)?),
-            Request::RewindMetrics(mark) => {
-                metrics().rewind(mark).map_err(io)?;
-                Reply::Done
-            }
+            Request::RewindMetrics(mark) => Reply::Rewound(metrics().rewind(mark).map_err(io)?),
             Request::Score { split, step, responses } => {
                 Reply::Scored(self.environment(split)?.score(step, &responses).map_err(scoring)?)
             }
             Request::MarkEpisodes(split) => Reply::Mark(self.environment(split)?.mark().map_err(scoring)?),
             Request::RewindEpisodes { split, mark } => {
-                self.environment(split)?.rewind(mark).map_err(scoring)?;
-                Reply::Done
+                Reply::Rewound(self.environment(split)?.rewind(mark).map_err(scoring)?)
             }
             Request::SetPolicy { version, adapter } => {
                 self.rollouts()?.set_policy(version, &adapter).map_err(|failure| scoring(failure.into()))?;

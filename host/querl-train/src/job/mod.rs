@@ -18,7 +18,7 @@ pub use run::{lora_settings, run_generate, run_rl, run_sft};
 use crate::{Example, MetricSink, Metrics, TrainError};
 use querl_core::config::{ModelConfig, RlConfig, SftConfig};
 use querl_core::fsx::is_input_error;
-use querl_core::ports::{Environment, EnvironmentError, Progress, RolloutEngine};
+use querl_core::ports::{Environment, EnvironmentError, LogMark, Progress, RolloutEngine};
 use querl_core::records::{Message, Rejection};
 use querl_model::{ModelError, RanksError};
 use serde::{Deserialize, Serialize};
@@ -194,12 +194,12 @@ impl MetricSink for NoMetrics {
         Ok(())
     }
 
-    fn mark(&mut self) -> io::Result<u64> {
-        Ok(0)
+    fn mark(&mut self) -> io::Result<LogMark> {
+        Ok(LogMark::default())
     }
 
-    fn rewind(&mut self, _: u64) -> io::Result<()> {
-        Ok(())
+    fn rewind(&mut self, _: LogMark) -> io::Result<Option<String>> {
+        Ok(None)
     }
 }
 
@@ -228,7 +228,7 @@ impl FailureKind {
             TrainError::Interrupted { .. } => Self::Interrupted,
             TrainError::DropRate { reason, .. } if reason == Rejection::BASELINE_MISSING => Self::MissingBaselines,
             TrainError::DropRate { .. } | TrainError::Mismatch { .. } => Self::Limit,
-            TrainError::Data(_) => Self::Usage,
+            TrainError::Data(_) | TrainError::EpisodeLog(_) => Self::Usage,
             error if error.is_out_of_memory() => Self::OutOfMemory,
             TrainError::Model(error) => Self::of_model(error),
             _ => Self::Failed,

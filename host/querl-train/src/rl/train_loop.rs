@@ -13,7 +13,7 @@ use super::metrics::{rollout_metrics, step_metrics};
 use super::rollout::{PartialBatch, Query, RolloutBatch, learnable, queries};
 use super::rollout_check::{check_rollout, check_server_rollout};
 use super::rollout_pipeline::{self, RolloutRequest};
-use super::trainer_state::{BeforeUpdates, BestCheckpoint, Evaluation, LogPositions, TrainerState};
+use super::trainer_state::{BeforeUpdates, BestCheckpoint, Evaluation, LogPositions, TrainerState, rewind_episodes};
 use super::{RlSummary, RlTask, engine_settings};
 use crate::batching::DataOrder;
 use crate::checkpoint::{LAST, STATE, SaveTimer, State, StateStore};
@@ -71,12 +71,15 @@ pub(super) struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    /// A trainer that starts from the newest checkpoint, or from the beginning if there is none; logs are rewound to that point.
+    /// A trainer that starts from the newest checkpoint that the episode logs fit, or from the beginning if there is no checkpoint; logs are
+    /// rewound to that point.
     pub(super) fn new(task: &'a RlTask<'a>, sink: &mut dyn MetricSink) -> Result<Self, TrainError> {
         let (directory, keep) = (task.output_dir.join(STATE), task.config.save_total_limit);
         let fingerprint = task.fingerprint.filter(|_| task.mesh.all.is_first());
         let store = fingerprint.map(|fingerprint| StateStore::open(&directory, keep, fingerprint));
-        let newest = newest_checkpoint(&task.mesh.all, store.as_ref(), task.progress)?;
+        let log_difference =
+            |state: &State| -> Result<Option<String>, TrainError> { rewind_episodes(task, &state.get("marks")?) };
+        let newest = newest_checkpoint(&task.mesh.all, store.as_ref(), task.progress, &log_difference)?;
         let mut trainer = Self {
             task,
             learner: Learner::new(task)?,

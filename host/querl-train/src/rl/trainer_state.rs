@@ -8,9 +8,10 @@ use super::step_record;
 use super::train_loop::Trainer;
 use super::{RlSummary, RlTask};
 use crate::checkpoint::{BEST, LAST, State, save_policy};
-use crate::data_parallel::check_equal_weights;
+use crate::data_parallel::{check_equal_weights, warn_of_metrics};
 use crate::policy::Policy;
 use crate::{MetricSink, Metrics, TrainError};
+use querl_core::ports::LogMark;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -41,12 +42,12 @@ pub(super) struct BeforeUpdates {
     rollouts: Option<PartialBatch>,
 }
 
-/// Lengths of the metrics and episode logs at a checkpoint.
+/// Ends of the metrics and episode logs at a checkpoint.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct LogPositions {
-    metrics: u64,
-    train: u64,
-    val: u64,
+    metrics: LogMark,
+    train: LogMark,
+    val: LogMark,
 }
 
 const POLICY: &str = "policy";
@@ -190,15 +191,24 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Removes log entries after a checkpoint.
+    /// Removes log entries after a checkpoint whose episodes [`rewind_episodes`] found unchanged.
     pub(super) fn rewind_logs(&self, sink: &mut dyn MetricSink, logs: &LogPositions) -> Result<(), TrainError> {
         if !self.task.mesh.all.is_first() {
             return Ok(());
         }
-        sink.rewind(logs.metrics).map_err(|source| self.io(source))?;
+        if let Some(difference) = sink.rewind(logs.metrics).map_err(|source| self.io(source))? {
+            warn_of_metrics(&difference, self.task.progress);
+        }
         step_record::remove_after(self.task, self.state.step)?;
-        self.task.train.environment.rewind(logs.train)?;
-        Ok(self.task.val.environment.rewind(logs.val)?)
+        rewind_episodes(self.task, logs)?.map_or(Ok(()), |difference| Err(TrainError::EpisodeLog(difference)))
+    }
+}
+
+/// Removes episodes after a checkpoint. Returns how an episode log differs from what it was at the checkpoint, if it does.
+pub(super) fn rewind_episodes(task: &RlTask<'_>, logs: &LogPositions) -> Result<Option<String>, TrainError> {
+    match task.train.environment.rewind(logs.train)? {
+        None => Ok(task.val.environment.rewind(logs.val)?),
+        difference => Ok(difference),
     }
 }
 

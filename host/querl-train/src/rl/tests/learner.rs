@@ -197,7 +197,7 @@ pub(super) fn assert_restored_learner_takes_the_same_step(fixture: &Fixture, con
     };
     let expected = (without_time(learn(&mut learner, &task, &rollouts, 2)), fixture.policy_values());
 
-    let (_, state) = store.newest(&Silent).unwrap().unwrap();
+    let (_, state) = store.newest(&Silent, &|_| Ok(None)).unwrap().unwrap();
     state.restore_vars("policy", task.policy.vars()).unwrap();
     let mut learner = Learner::new(&task).unwrap();
     learner.restore(&task, &state).unwrap();

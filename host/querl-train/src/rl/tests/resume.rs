@@ -2,6 +2,7 @@
 
 use super::support::{BATCH, Fault, FaultyEnvironment, Model, Run, config};
 use crate::TrainError;
+use crate::job::FailureKind;
 use crate::testing::stop_at_call;
 use querl_core::config::{CriticKind, RlConfig, RlRecord};
 use std::sync::atomic::Ordering;
@@ -152,6 +153,28 @@ fn a_damaged_newest_checkpoint_costs_a_few_steps_and_no_byte() {
     run.remove_fault();
     run.start(1, &model, &config).unwrap();
     run.assert_same(&Run::complete(1, &model, &config), "from the checkpoint before");
+}
+
+/// Regression: a log that had lost its last episode made the run impossible to resume, although an earlier checkpoint fitted.
+#[test]
+fn a_cut_episode_log_costs_a_few_steps_and_no_byte_and_without_a_checkpoint_that_fits_the_run_stops() {
+    let (model, config) = (Model::new(), config());
+    let mut run = Run::new(FaultyEnvironment::new(Fault::Kill(9), Duration::ZERO));
+    run.start(1, &model, &config).unwrap_err();
+    run.remove_fault();
+    run.environment.log.lock().unwrap().pop();
+    run.start(1, &model, &config).unwrap();
+    run.assert_same(&Run::complete(1, &model, &config), "from a checkpoint before");
+
+    let mut empty = Run::new(FaultyEnvironment::new(Fault::Kill(9), Duration::ZERO));
+    empty.start(1, &model, &config).unwrap_err();
+    empty.remove_fault();
+    empty.environment.log.lock().unwrap().clear();
+    let error = empty.start(1, &model, &config).unwrap_err();
+    assert_eq!(FailureKind::of(&error), FailureKind::Usage);
+    let message = error.to_string();
+    let expected = "episodes; no earlier checkpoint fits it; run the stage again with `--from rl`";
+    assert!(message.starts_with("the log has 0 of ") && message.ends_with(expected), "{message}");
 }
 
 /// Symptom: a run that was killed repeatedly within `save_steps` steps restarted from the beginning each time.

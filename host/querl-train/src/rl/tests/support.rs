@@ -4,7 +4,7 @@ use crate::rl::{RlData, RlSummary, RlTask, train};
 use crate::testing::Recorder;
 use crate::{MetricSink, TrainError};
 use querl_core::config::{BaseDtype, CriticKind, RlConfig};
-use querl_core::ports::{CallTimings, Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
+use querl_core::ports::{CallTimings, Environment, EnvironmentError, LogMark, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{Candidate, Episode, EpisodeRecord, Rejection, Reward};
 use querl_model::{
     ComputeDevice, Decoder, LoraAdapter, LoraSettings, Mesh, RankFailure, TextTokenizer, Weights, run_ranks,
@@ -276,13 +276,17 @@ impl Environment for Split<'_> {
         Ok(ScoredResponses { records, timings, ..ScoredResponses::default() })
     }
 
-    fn mark(&self) -> Result<u64, EnvironmentError> {
-        Ok(self.0.log.lock().unwrap().len() as u64)
+    fn mark(&self) -> Result<LogMark, EnvironmentError> {
+        Ok(LogMark { length: self.0.log.lock().unwrap().len() as u64, crc32c: None })
     }
 
-    fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
-        self.0.log.lock().unwrap().truncate(mark as usize);
-        Ok(())
+    fn rewind(&self, mark: LogMark) -> Result<Option<String>, EnvironmentError> {
+        let (mut log, wanted) = (self.0.log.lock().unwrap(), mark.length as usize);
+        if log.len() < wanted {
+            return Ok(Some(format!("the log has {} of {wanted} episodes", log.len())));
+        }
+        log.truncate(wanted);
+        Ok(None)
     }
 }
 
