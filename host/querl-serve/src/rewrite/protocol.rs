@@ -113,7 +113,7 @@ pub(super) fn context(fields: &mut JsonFields) -> Result<Context, ErrorResponse>
 
 /// Reads the field with the user's id, a text or a number. A value of another type is ignored, as clients of earlier versions may
 /// send one.
-pub(super) fn user(fields: &mut JsonFields, name: &str) -> Result<Option<String>, ErrorResponse> {
+pub(super) fn user(fields: &mut JsonFields, name: &'static str) -> Result<Option<String>, ErrorResponse> {
     Ok(match fields.take::<Value>(name, "a text or a number")? {
         Some(Value::String(user)) if !user.is_empty() => Some(user),
         Some(Value::Number(user)) => Some(user.to_string()),
