@@ -115,6 +115,17 @@ def test_a_number_that_is_not_finite_is_named_by_score(reward: Any, scorer: Any,
         scorer.score([{"query": {"query": "一天几粒啊", "baseline": number}, "response": "鱼油"}])
 
 
+def test_a_column_that_is_none_is_refused_as_by_the_server(scorer: Any) -> None:
+    from querl.integrations import label_of
+
+    label = {"query": "一天几粒啊", "columns": {"c": None}}
+    for requests in ([{"query": label, "response": "鱼油"}], [{"query": json.dumps(label), "response": "鱼油"}]):
+        with pytest.raises(TypeError, match=r"row 0, field `query.columns.c`: None|column `c` is null"):
+            scorer.score(requests)
+    # In a table, and in a row of a dataset, None is a missing cell.
+    assert label_of({"querl": label}) == {"query": "一天几粒啊", "columns": {}}
+
+
 def test_cost_of_an_episode(reward: Any, results: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the cost without a limit, because machines differ."""
     episodes = [result.episode for result in results if isinstance(result, querl.Score)][:64]

@@ -43,6 +43,7 @@ KINDS = {
     "copies": {"modules_to_save": ["embed_tokens", "lm_head"]},
     "copy": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     "ends": {"target_modules": ["v_proj", "embed_tokens", "lm_head"]},
+    "pair": {"target_modules": ["v_proj", "embed_tokens"], "ensure_weight_tying": True},
 }
 
 

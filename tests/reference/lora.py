@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 warnings.filterwarnings("ignore", category=UserWarning, module="peft")
 
 RANK, ALPHA = 4, 8
+HEAD_LORA = "base_model.model.lm_head.lora"
+EMBEDDING_LORA = "base_model.model.model.embed_tokens.lora_embedding"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 # name: (base checkpoint, seed, differences from plain LoRA on all linear layers)
@@ -51,6 +53,8 @@ VARIANTS = {
     "qwen3-tied-embedding": ("qwen3-tied", 27, {"modules_to_save": ["embed_tokens"]}),
     "qwen2-tied-copies": ("qwen2-tied", 28, {"modules_to_save": ["embed_tokens", "lm_head"]}),
     "qwen2-tied-copy": ("qwen2-tied", 29, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    # LoRA on the embedding: the tied head has the same matrices, transposed.
+    "qwen2-tied-pair": ("qwen2-tied", 36, {"target_modules": ["v_proj", "embed_tokens"], "ensure_weight_tying": True}),
     "qwen3-untied-head": ("qwen3-untied", 30, {"modules_to_save": ["lm_head"], "use_dora": True}),
     # LoRA on embedding and head.
     "qwen2-untied-ends": ("qwen2-untied", 31, {"target_modules": ["v_proj", "embed_tokens", "lm_head"]}),
@@ -126,10 +130,16 @@ def make(name, base_name, seed, overrides):
         if parameter.requires_grad:
             assert parameter.grad.abs().max() > 0, parameter_name
             golden[f"grad.{saved_key(parameter_name)}"] = parameter.grad
+    if f"grad.{HEAD_LORA}_A.weight" in golden and config.ensure_weight_tying:
+        # PEFT computes the gradients of embedding and head separately, although they share their matrices.
+        for own, source in (("A", "B"), ("B", "A")):
+            gradient = golden.pop(f"grad.{HEAD_LORA}_{own}.weight").t()
+            key = f"grad.{EMBEDDING_LORA}_{source}"
+            golden[key] = golden[key] + gradient
     with safe_open(file, "pt") as adapter:
         untrained = {key for key in adapter.keys() if ".base_layer." in key}
         if config.ensure_weight_tying:
-            untrained.add("base_model.model.lm_head.weight")
+            untrained |= {key for key in adapter.keys() if key.startswith("base_model.model.lm_head.")}
         trained = {f"grad.{key}" for key in set(adapter.keys()) - untrained}
         assert trained == {key for key in golden if key.startswith("grad.")}
     save_file({k: v.detach().contiguous() for k, v in golden.items()}, directory / "golden.safetensors")

@@ -51,22 +51,37 @@ impl TextTokenizer {
     /// Loads `tokenizer.json`, `tokenizer_config.json`, the chat template and, where there is one, `generation_config.json`.
     ///
     /// # Errors
-    /// A file is missing or damaged, or no end-of-sequence token is named.
+    /// A file is missing or damaged, or neither `tokenizer_config.json` nor `generation_config.json` nor `config.json` names an
+    /// end-of-sequence token.
     pub fn load(directory: &Path) -> Result<Self, ModelError> {
         let path = required(directory, "tokenizer.json")?;
         let inner = read_tokenizer(&path)?;
         let config_path = required(directory, "tokenizer_config.json")?;
         let config = read_json(&config_path)?;
-        let eos = token_text(&config["eos_token"]).ok_or_else(|| {
-            ModelError::bad_file(&config_path, "names no eos_token; the end of a response must be known")
-        })?;
-        let eos_id = inner
-            .token_to_id(&eos)
-            .ok_or_else(|| ModelError::bad_file(&config_path, format!("eos_token `{eos}` is not in tokenizer.json")))?;
-        let generation_path = directory.join("generation_config.json");
-        let generation = if generation_path.is_file() { read_json(&generation_path)? } else { Default::default() };
+        let mut stop_ids = eos_token_ids(&directory.join("generation_config.json"))?;
+        let eos_id = match token_text(&config["eos_token"]) {
+            Some(eos) => inner.token_to_id(&eos).ok_or_else(|| {
+                ModelError::bad_file(&config_path, format!("eos_token `{eos}` is not in tokenizer.json"))
+            })?,
+            // As transformers' generate does.
+            None => {
+                if stop_ids.is_empty() {
+                    stop_ids = eos_token_ids(&directory.join("config.json"))?;
+                }
+                let missing = |what: &str| {
+                    let remedy = "add `eos_token` to tokenizer_config.json";
+                    ModelError::bad_file(&config_path, format!("no eos_token there, and {what}; {remedy}"))
+                };
+                let id = stop_ids.first().copied();
+                let id = id.ok_or_else(|| missing("no eos_token_id in generation_config.json or config.json"))?;
+                if inner.id_to_token(id).is_none() {
+                    return Err(missing(&format!("tokenizer.json has no token of eos_token_id {id}")));
+                }
+                id
+            }
+        };
         let template = ChatTemplate::load(directory, &config)?;
-        let stop_ids = stop_ids(&generation["eos_token_id"], eos_id);
+        let stop_ids: BTreeSet<u32> = stop_ids.into_iter().chain([eos_id]).collect();
         let bos_id = token_text(&config["bos_token"]).and_then(|token| inner.token_to_id(&token));
         let ends: BTreeSet<u32> = stop_ids.iter().copied().chain(bos_id).collect();
         let control_tokens = ControlTokens::of(&inner, &template, &ends);
@@ -217,10 +232,12 @@ fn empty_thinking(template: &ChatTemplate) -> String {
     rest.filter(|rest| rest.contains(THINKING_END)).unwrap_or_else(|| EMPTY_THINKING.to_owned())
 }
 
-/// `eos_token_id` of a generation config is a number, a list or absent.
-fn stop_ids(value: &Value, eos_id: u32) -> BTreeSet<u32> {
+/// `eos_token_id` of a model's configuration, which is a number, a list or absent; none if there is no such file.
+fn eos_token_ids(path: &Path) -> Result<Vec<u32>, ModelError> {
+    let file = if path.is_file() { read_json(path)? } else { Value::Null };
+    let value = &file["eos_token_id"];
     let listed = value.as_array().cloned().unwrap_or_else(|| vec![value.clone()]);
-    listed.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).chain([eos_id]).collect()
+    Ok(listed.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
 }
 
 /// Settings of a new tokenizer.

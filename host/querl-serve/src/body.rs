@@ -148,7 +148,11 @@ impl JsonFields {
     ///
     /// # Errors
     /// It has another type than `T`, which `expected` describes.
-    pub(crate) fn take<T: DeserializeOwned>(&mut self, name: &str, expected: &str) -> Result<Option<T>, ErrorResponse> {
+    pub(crate) fn take<T: DeserializeOwned>(
+        &mut self,
+        name: &'static str,
+        expected: &str,
+    ) -> Result<Option<T>, ErrorResponse> {
         let value = self.0.remove(name).filter(|value| !value.is_null());
         value.map(|value| T::deserialize(&value).map_err(|_| wrong_value(name, &value, expected))).transpose()
     }
@@ -159,16 +163,16 @@ impl JsonFields {
     /// It is missing, null, or of another type than `T`.
     pub(crate) fn take_required<T: DeserializeOwned>(
         &mut self,
-        name: &str,
+        name: &'static str,
         expected: &str,
     ) -> Result<T, ErrorResponse> {
-        let missing = || ErrorResponse::value(format!("`{name}` is missing; expected {expected}"));
+        let missing = || ErrorResponse::field(name, format!("`{name}` is missing; expected {expected}"));
         self.take(name, expected)?.ok_or_else(missing)
     }
 }
 
-fn wrong_value(name: &str, value: &Value, expected: &str) -> ErrorResponse {
-    ErrorResponse::value(format!("`{name}` is {}; expected {expected}", quoted(value)))
+fn wrong_value(name: &'static str, value: &Value, expected: &str) -> ErrorResponse {
+    ErrorResponse::field(name, format!("`{name}` is {}; expected {expected}", quoted(value)))
 }
 
 impl<'de> Deserialize<'de> for JsonFields {

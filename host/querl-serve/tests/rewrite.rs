@@ -642,7 +642,26 @@ async fn errors_of_chat_completions_have_openais_form() {
         (request("n", json!(2)), 422, "n", "", "`n` is 2; expected 1"),
         (request("temperature", json!(3)), 422, "temperature", "", "`temperature` is 3; expected 0 to 2"),
         (request("top_p", json!(1.5)), 422, "top_p", "", "`top_p` is 1.5; expected 0 to 1"),
-        (request("max_tokens", json!(0)), 422, "max_tokens", "", "the maximum number of tokens is 0"),
+        (request("max_tokens", json!(0)), 422, "max_tokens", "", "`max_tokens` is 0; expected a positive integer"),
+        // Regression: `param` was null for a value of another type, and for a limit beyond the model's positions, which the message called
+        // `max_new_tokens`.
+        (request("max_tokens", json!(-1)), 422, "max_tokens", "", "`max_tokens` is -1; expected a positive integer"),
+        (request("temperature", json!("1")), 422, "temperature", "", "`temperature` is \"1\"; expected a number"),
+        (json!({"model": "shop", "user": "u"}), 422, "messages", "", "`messages` is missing"),
+        (
+            request("max_tokens", json!(9_999)),
+            422,
+            "max_tokens",
+            "context_length_exceeded",
+            "the prompt has 1 tokens; with max_tokens 9999 it goes beyond the model's 512 positions",
+        ),
+        (
+            request("max_completion_tokens", json!(9_999)),
+            422,
+            "max_completion_tokens",
+            "context_length_exceeded",
+            "the prompt has 1 tokens; with max_completion_tokens 9999 it",
+        ),
         (request("stop", json!([""])), 422, "stop", "", "`stop` is [\"\"]"),
         (request("messages", json!([])), 422, "messages", "", "`messages` is empty"),
         (request("messages", user(json!([{"type": "image_url"}]))), 422, "messages", "", "messages[0]: `content` is"),

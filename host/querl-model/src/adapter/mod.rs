@@ -54,12 +54,13 @@ impl LoraAdapter {
         seed: u64,
         base_weight: impl Fn(&str) -> TensorResult<Tensor>,
     ) -> Result<Self, ModelError> {
+        let settings = settings.on_model(config);
         settings.check_names(config).map_err(ModelError::Lora)?;
         let plan = settings.plan(config).map_err(ModelError::Lora)?;
         let saved = settings.saved_modules().map_err(ModelError::Lora)?;
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut vars = BTreeMap::new();
-        for layer in &plan {
+        for layer in plan.iter().filter(|layer| layer.kind != LayerKind::TiedHead) {
             let (a, b) = fresh_pair(layer, &mut rng)?;
             vars.insert(layer.a_name(), a);
             vars.insert(layer.b_name(), b);
@@ -121,8 +122,13 @@ impl LoraAdapter {
         stored_dtype: DType,
     ) -> Result<Self, ModelError> {
         let value = |name: &str| vars.get(name).map(|var| var.as_tensor().clone());
-        let mut pairs = BTreeMap::new();
+        let mut pairs: BTreeMap<String, LoraPair> = BTreeMap::new();
         for layer in plan {
+            if let (LayerKind::TiedHead, Some(embedding)) = (layer.kind, pairs.get(EMBEDDING)) {
+                let head = embedding.of_tied_head(layer.scale)?;
+                pairs.insert(layer.path, head);
+                continue;
+            }
             let (Some(a), Some(b)) = (value(&layer.a_name()), value(&layer.b_name())) else {
                 return Err(ModelError::Lora(format!("layer `{}` has no matrices", layer.path)));
             };
@@ -181,9 +187,16 @@ impl LoraAdapter {
         self.pairs.keys().map(String::as_str)
     }
 
-    /// Whether one trained copy serves as both embedding and head (PEFT's `ensure_weight_tying`).
+    /// Whether embedding and head stay equal: one trained copy, or one LoRA pair with one scale (PEFT's `ensure_weight_tying`).
     pub(crate) fn has_one_copy(&self) -> bool {
-        self.settings.saved_copies == SavedCopies::Tied && self.saved.contains_key(EMBEDDING)
+        let is_saved = self.settings.saved_copies == SavedCopies::Tied && self.saved.contains_key(EMBEDDING);
+        let pairs = self.tied_pair().zip(self.pair(EMBEDDING));
+        is_saved || pairs.is_some_and(|(head, embedding)| head.scale == embedding.scale)
+    }
+
+    /// The head's pair if it is the embedding's, transposed.
+    fn tied_pair(&self) -> Option<&LoraPair> {
+        self.pair(HEAD).filter(|_| !self.vars.contains_key(&format!("{HEAD}.lora_A.weight")))
     }
 
     /// A view for generation and evaluation that records no gradients. It shares the values, so it follows training.
@@ -238,6 +251,10 @@ impl LoraAdapter {
             renew(&mut pair.b);
             pair.magnitude.iter_mut().for_each(renew);
         }
+        if let (Some(head), Some(embedding)) = (self.tied_pair(), copy.pairs.get(EMBEDDING)) {
+            let head = embedding.of_tied_head(head.scale)?;
+            copy.pairs.insert(HEAD.to_owned(), head);
+        }
         copy.saved.values_mut().for_each(renew);
         copy.score.iter_mut().for_each(renew);
         Ok(copy)
@@ -264,6 +281,11 @@ impl LoraSettings {
 }
 
 impl LoraPair {
+    /// The pair of a head that is tied to this embedding: the same matrices, transposed, so that gradients reach this pair.
+    fn of_tied_head(&self, scale: f32) -> TensorResult<Self> {
+        Ok(Self { a: self.b.t()?, b: self.a.t()?, scale, magnitude: None })
+    }
+
     /// The weight `(out, in)` with this adapter merged, in the weight's type: `W + scale * B A`; with DoRA each row is scaled to the length
     /// of its magnitude. As in training, no gradient flows through the lengths of the rows.
     ///
@@ -296,7 +318,7 @@ impl LoraPair {
 fn fresh_pair(layer: &LayerPlan, rng: &mut ChaCha8Rng) -> TensorResult<(Var, Var)> {
     let (rank, n_in, n_out) = (layer.rank, layer.n_in, layer.n_out);
     match layer.kind {
-        LayerKind::Linear => {
+        LayerKind::Linear | LayerKind::TiedHead => {
             let bound = 1.0 / (n_in as f32).sqrt();
             let a: Vec<f32> = (0..rank * n_in).map(|_| rng.random_range(-bound..bound)).collect();
             let a = Var::from_vec(a, (rank, n_in), &Device::Cpu)?;

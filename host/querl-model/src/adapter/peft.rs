@@ -202,14 +202,14 @@ const BASE_COPY: &str = ".base_layer.weight";
 impl LayerPlan {
     pub(super) fn a_name(&self) -> String {
         match self.kind {
-            LayerKind::Linear => format!("{}.lora_A.weight", self.path),
+            LayerKind::Linear | LayerKind::TiedHead => format!("{}.lora_A.weight", self.path),
             LayerKind::Embedding => format!("{}.lora_embedding_A", self.path),
         }
     }
 
     pub(super) fn b_name(&self) -> String {
         match self.kind {
-            LayerKind::Linear => format!("{}.lora_B.weight", self.path),
+            LayerKind::Linear | LayerKind::TiedHead => format!("{}.lora_B.weight", self.path),
             LayerKind::Embedding => format!("{}.lora_embedding_B", self.path),
         }
     }
@@ -228,6 +228,7 @@ impl LoraAdapter {
     /// vocabulary), or the adapter uses something that is not supported (biases, other kinds than LoRA).
     pub fn load(directory: &Path, config: &DecoderConfig) -> Result<Self, ModelError> {
         let Parts { file, settings, tensors, dtype } = Self::read(directory)?;
+        let settings = settings.on_model(config);
         let mut tensors = Tensors(tensors);
         let plan =
             settings.plan(config).map_err(|message| ModelError::bad_file(&directory.join(CONFIG_FILE), message))?;
@@ -237,6 +238,12 @@ impl LoraAdapter {
         tensors.check(&expected_shapes(&plan, &settings, config).map_err(bad)?, config).map_err(bad)?;
         if settings.saved_copies == SavedCopies::Tied && tensors.0.contains_key(&format!("{EMBEDDING}.weight")) {
             tensors.0.remove(&format!("{HEAD}.weight"));
+        }
+        if !tensors.drop_tied_head(&plan)? {
+            return Err(bad(format!(
+                "the LoRA matrices of `{HEAD}` are not those of `{EMBEDDING}`, although ensure_weight_tying is true in `{CONFIG_FILE}`; \
+                 set it to false there and add `{HEAD}` to target_modules, to have both as saved"
+            )));
         }
         let mut vars = BTreeMap::new();
         for (name, tensor) in tensors.0 {
@@ -278,6 +285,10 @@ impl LoraAdapter {
         let mut tensors = BTreeMap::new();
         for (path, var) in &self.vars {
             tensors.insert(format!("{KEY_PREFIX}{path}"), stored(var.as_tensor(), dtype)?);
+        }
+        if let Some(pair) = self.tied_pair() {
+            tensors.insert(format!("{KEY_PREFIX}{HEAD}.lora_A.weight"), stored(&pair.a, dtype)?.contiguous()?);
+            tensors.insert(format!("{KEY_PREFIX}{HEAD}.lora_B.weight"), stored(&pair.b, dtype)?.contiguous()?);
         }
         for (path, weight) in &self.saved {
             tensors.insert(format!("{KEY_PREFIX}{path}.weight"), stored(weight, dtype)?);
@@ -357,6 +368,23 @@ impl Tensors {
             }
         }
         Ok(())
+    }
+
+    /// Drops the matrices of a tied head. False if they are not the embedding's.
+    fn drop_tied_head(&mut self, plan: &[LayerPlan]) -> Result<bool, ModelError> {
+        let [.., embedding, head] = plan else { return Ok(true) };
+        if head.kind != LayerKind::TiedHead {
+            return Ok(true);
+        }
+        for (name, source) in [(head.a_name(), embedding.b_name()), (head.b_name(), embedding.a_name())] {
+            let own = self.0.remove(&name).zip(self.0.get(&source));
+            if let Some((own, source)) = own
+                && own.ne(&source.t()?)?.to_dtype(DType::F32)?.max_all()?.to_scalar::<f32>()? > 0.0
+            {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     fn check(&self, shapes: &BTreeMap<String, Vec<usize>>, config: &DecoderConfig) -> Result<(), String> {

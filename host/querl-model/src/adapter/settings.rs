@@ -38,17 +38,17 @@ pub struct LoraSettings {
     pub alpha_pattern: Patterns<f64>,
     /// Modules that are trained and saved in full: `embed_tokens`, `lm_head`; a classifier's `score` is not trained by the adapter.
     pub modules_to_save: Vec<String>,
-    /// Whether a tied embedding and head in `modules_to_save` have one trained copy or two.
+    /// Whether a tied embedding and head are trained as one, in `modules_to_save` or by LoRA; `Apart` on a model that does not tie them.
     pub saved_copies: SavedCopies,
 }
 
-/// How many trained copies of a tied embedding and head `modules_to_save` makes.
+/// How many trained copies, or LoRA pairs, a tied embedding and head have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SavedCopies {
     /// Embedding and head have separate copies; one that is not saved stays as in the base. PEFT's default.
     #[default]
     Apart,
-    /// Embedding and head share one copy: PEFT's `ensure_weight_tying`.
+    /// Embedding and head share one copy or one LoRA pair: PEFT's `ensure_weight_tying`.
     Tied,
 }
 
@@ -133,6 +133,8 @@ fn is_named(path: &str, name: &str) -> bool {
 pub(super) enum LayerKind {
     Linear,
     Embedding,
+    /// A head with the transposed matrices of the embedding, which is the previous layer of the plan.
+    TiedHead,
 }
 
 #[derive(Debug, Clone)]
@@ -166,6 +168,25 @@ impl LoraSettings {
         }
     }
 
+    /// These settings on a model: PEFT ignores `ensure_weight_tying` where embedding and head are not tied.
+    pub(super) fn on_model(mut self, config: &DecoderConfig) -> Self {
+        if !config.tie_word_embeddings {
+            self.saved_copies = SavedCopies::Apart;
+        }
+        self
+    }
+
+    /// Whether a head is adapted with the embedding's matrices. PEFT compares a regular expression with the last part of the path only.
+    ///
+    /// Source: PEFT's `BaseTuner._check_tied_modules`.
+    fn ties_pair(&self, is_target: &dyn Fn(&str) -> bool) -> bool {
+        let ends = match self.target_modules {
+            Modules::Pattern(_) => ["embed_tokens", HEAD],
+            _ => [EMBEDDING, HEAD],
+        };
+        self.saved_copies == SavedCopies::Tied && ends.into_iter().any(is_target)
+    }
+
     fn scale(&self, rank: usize, alpha: f64) -> f32 {
         let rank = rank as f64;
         (alpha / if self.use_rslora { rank.sqrt() } else { rank }) as f32
@@ -180,10 +201,15 @@ impl LoraSettings {
         let (ranks, alphas) =
             (self.rank_pattern.compile("rank_pattern")?, self.alpha_pattern.compile("alpha_pattern")?);
         let saved = self.saved_modules()?;
-        let mut plan = Vec::new();
+        let ties_pair = self.ties_pair(&*is_target);
+        let mut plan: Vec<LayerPlan> = Vec::new();
         for (path, kind, n_out, n_in) in candidates(config) {
+            let embedding = plan.last().filter(|layer| ties_pair && layer.kind == LayerKind::Embedding);
+            let tied_rank = embedding.map(|embedding| embedding.rank);
             let is_excluded = excluded.as_ref().is_some_and(|is_excluded| is_excluded(&path));
-            if !is_target(&path) || is_excluded || saved.contains(path.as_str()) || !self.is_in_range(&path) {
+            let is_adapted =
+                is_target(&path) && !is_excluded && !saved.contains(path.as_str()) && self.is_in_range(&path);
+            if !is_adapted && tied_rank.is_none() {
                 continue;
             }
             let rank = first(&ranks, &path).unwrap_or(self.rank);
@@ -194,7 +220,9 @@ impl LoraSettings {
             if rank == 0 {
                 return Err(format!("rank of layer `{path}` is 0; expected at least 1"));
             }
-            plan.push(LayerPlan { kind, n_in, n_out, rank, scale: self.scale(rank, alpha), path });
+            let scale = self.scale(rank, alpha);
+            let (kind, rank) = tied_rank.map_or((kind, rank), |rank| (LayerKind::TiedHead, rank));
+            plan.push(LayerPlan { kind, n_in, n_out, rank, scale, path });
         }
         if plan.is_empty() && saved.is_empty() {
             return Err(format!("target_modules: no layer of this model is among them; {}", expected()));

@@ -98,6 +98,7 @@ fn what_is_sampled_is_what_is_trained_whatever_the_adapter() {
         ("qwen2-tied", "qwen2-tied-copies"),
         ("qwen2-untied", "qwen2-untied-dora"),
         ("qwen2-untied", "qwen2-untied-ends"),
+        ("qwen2-tied", "qwen2-tied-pair"),
         ("qwen3-untied", "qwen3-untied-head"),
         ("qwen3-untied", "qwen3-untied-patterns"),
     ] {
@@ -136,6 +137,50 @@ fn a_view_without_gradient_follows_the_values() {
     let (found, expected) = (logits(&view), logits(&adapter));
     assert_eq!(found.to_vec2::<f32>().unwrap(), expected.to_vec2::<f32>().unwrap());
     assert!(!found.track_op());
+}
+
+/// Symptom: `tensor lm_head.lora_A.weight belongs to no layer that adapter_config.json adapts on this model`.
+#[test]
+fn a_tied_head_follows_the_embedding_s_matrices() {
+    let decoder = decoder("qwen2-tied");
+    let adapter = adapter("qwen2-tied-pair", &decoder);
+    let (view, copy) = (adapter.without_gradient(), adapter.snapshot().unwrap());
+    let hidden = decoder.hidden_states(&PackedBatch::new(SEQUENCES), None).unwrap();
+    let logits = |adapter: &LoraAdapter| decoder.logits(&hidden, Some(adapter)).unwrap().to_vec2::<f32>().unwrap();
+    let before = logits(&adapter);
+    assert_eq!(before, logits(&copy));
+    let b = &adapter.vars()["model.embed_tokens.lora_embedding_B"];
+    b.set(&(b.as_tensor() * 2.0).unwrap()).unwrap();
+    assert_ne!(before, logits(&adapter));
+    assert_eq!(logits(&adapter), logits(&view));
+    assert_eq!(before, logits(&copy));
+}
+
+/// PEFT ties them; a program that moved the model to a GPU after that may have trained them separately.
+#[test]
+fn a_tied_head_with_other_matrices_than_the_embedding_s_is_refused() {
+    let other = |tensors: &mut BTreeMap<String, Tensor>| {
+        let a = tensors.get_mut("base_model.model.lm_head.lora_A.weight").unwrap();
+        *a = (&*a * 2.0).unwrap();
+    };
+    let error = refusal_of("qwen2-tied-pair", "qwen2-tied", |_| {}, other);
+    assert!(error.contains("the LoRA matrices of `lm_head` are not those of `model.embed_tokens`"), "{error}");
+    assert!(error.contains("set it to false there and add `lm_head` to target_modules"), "{error}");
+}
+
+/// Symptom: `no tensor lm_head.weight there`; PEFT ignores `ensure_weight_tying` where nothing is tied.
+#[test]
+fn ensure_weight_tying_has_no_effect_on_an_untied_model() {
+    let (base, name) = ("qwen3-untied", "qwen3-untied-head");
+    let (decoder, folder) = (decoder(base), tempfile::tempdir().unwrap());
+    let from = golden(&format!("lora/{name}"));
+    let mut config = json(&from.join("adapter_config.json"));
+    config["ensure_weight_tying"] = true.into();
+    std::fs::write(folder.path().join("adapter_config.json"), config.to_string()).unwrap();
+    std::fs::copy(from.join("adapter_model.safetensors"), folder.path().join("adapter_model.safetensors")).unwrap();
+    let (found, expected) = (LoraAdapter::load(folder.path(), decoder.config()).unwrap(), adapter(name, &decoder));
+    assert_eq!(found.settings(), expected.settings());
+    assert!(found.vars().keys().eq(expected.vars().keys()));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use crate::{golden, json};
 use querl_core::records::Message;
 use querl_model::TextTokenizer;
 use querl_model::classifier::ClassifierTokenizer;
-use serde_json::{Value, from_value};
+use serde_json::{Value, from_value, json};
 use std::path::Path;
 
 fn example() -> &'static Path {
@@ -19,6 +19,32 @@ fn tokenizer(template: &str) -> TextTokenizer {
     }
     std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
     TextTokenizer::load(folder.path()).unwrap()
+}
+
+/// Symptom: a model without `eos_token` in tokenizer_config.json was refused, although another file names the token.
+#[test]
+fn the_end_token_is_that_of_generation_config_else_of_config() {
+    let folder = crate::model_with_tokenizer("qwen3-tied");
+    let write = |file: &str, text: String| std::fs::write(folder.path().join(file), text).unwrap();
+    write("tokenizer_config.json", r#"{"eos_token": null, "chat_template": "{{ messages }}"}"#.into());
+    let with_ids = |ids: Value| {
+        let mut config = json(&folder.path().join("config.json"));
+        config["eos_token_id"] = ids;
+        write("config.json", config.to_string());
+        TextTokenizer::load(folder.path())
+    };
+    let ends = |tokenizer: TextTokenizer| {
+        let last = tokenizer.encode_response("a").unwrap().pop();
+        (last, tokenizer.stop_ids().iter().copied().collect::<Vec<_>>())
+    };
+    assert_eq!(ends(with_ids(json!([1, 0])).unwrap()), (Some(1), vec![0, 1]));
+    let error = |ids: Value| with_ids(ids).err().unwrap().to_string();
+    let expected = "tokenizer_config.json: no eos_token there, and no eos_token_id in generation_config.json or config.json; add \
+                    `eos_token` to tokenizer_config.json";
+    assert!(error(Value::Null).ends_with(expected), "{}", error(Value::Null));
+    assert!(error(json!(9999)).contains("tokenizer.json has no token of eos_token_id 9999"), "{}", error(json!(9999)));
+    write("generation_config.json", r#"{"eos_token_id": 0}"#.into());
+    assert_eq!(ends(with_ids(json!(1)).unwrap()), (Some(0), vec![0]));
 }
 
 fn ids(value: &Value) -> Vec<u32> {

@@ -35,9 +35,13 @@ fn merged_weights_give_the_logits_of_base_and_adapter() {
 
 #[test]
 fn embedding_and_head_that_an_adapter_unties_are_both_written() {
-    for (name, is_tied) in
-        [("qwen2-tied-copies", false), ("qwen3-tied-embedding", false), ("qwen2-tied-copy", true), ("qwen2-tied", true)]
-    {
+    for (name, is_tied) in [
+        ("qwen2-tied-copies", false),
+        ("qwen3-tied-embedding", false),
+        ("qwen2-tied-copy", true),
+        ("qwen2-tied-pair", true),
+        ("qwen2-tied", true),
+    ] {
         let base = model(&name[..10]);
         let config = DecoderConfig::load(&base.path().join("config.json")).unwrap();
         let adapter = LoraAdapter::load(&golden(&format!("lora/{name}")), &config).unwrap();

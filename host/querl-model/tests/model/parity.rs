@@ -386,7 +386,7 @@ fn adapters_agree_with_peft_in_logits_and_gradients() {
 
 /// The golden adapters; their configuration names the base.
 const ADAPTERS: &str = "\
-    qwen2-tied qwen2-tied-copies qwen2-tied-copy qwen2-tied-f16 qwen2-tied-layers qwen2-tied-rslora \
+    qwen2-tied qwen2-tied-copies qwen2-tied-copy qwen2-tied-f16 qwen2-tied-layers qwen2-tied-pair qwen2-tied-rslora \
     qwen2-untied-dora qwen2-untied-dora-dropout qwen2-untied-ends qwen3-tied qwen3-tied-bf16 \
     qwen3-tied-dora-rslora qwen3-tied-dropout qwen3-tied-embedding qwen3-tied-rslora qwen3-untied-head \
     qwen3-untied-patterns";

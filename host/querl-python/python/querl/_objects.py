@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from . import _querl
@@ -30,6 +30,17 @@ def _over_rows(native: Callable[[list[dict[str, Any]]], list[_Result]], table: o
         except (TypeError, ValueError):
             pass
     return native(rows(table))
+
+
+def _refuse_empty_columns(requests: object) -> None:
+    """Raises TypeError for None in `columns`, which `/v1/score` refuses too; `rows` would remove it, as it must for tables."""
+    for index, request in enumerate(requests if isinstance(requests, (list, tuple)) else ()):
+        query = request.get("query") if isinstance(request, Mapping) else None
+        columns = query.get("columns") if isinstance(query, Mapping) else None
+        for name, value in columns.items() if isinstance(columns, Mapping) else ():
+            if value is None:
+                expected = "expected a text, a number, true, false or a list of these; leave the column out"
+                raise TypeError(f"row {index}, field `query.columns.{name}`: None; {expected}")
 
 
 class _Wrapper:
@@ -162,7 +173,8 @@ class Scorer(_Wrapper):
         A request is a dictionary. All keys but the first two are optional:
 
         query: id of a query of the run; or `{"query", "user_profile"?, "history_summary"?, "gold_ids"?, "columns"?,
-            "baseline"?}`, as a dictionary or as JSON text.
+            "baseline"?}`, as a dictionary or as JSON text. A value of `columns` is a text, a number, true, false or a list of
+            these; None is refused, and in a table it is a missing cell.
         response: text that the policy generated.
         truncated: True if the token limit ended the response.
         n_tokens: number of generated tokens.
@@ -171,6 +183,7 @@ class Scorer(_Wrapper):
         group_id: the same for all samples of one query in one batch.
         sample_index: index of the response in its group, from 0.
         """
+        _refuse_empty_columns(requests)
         return _over_rows(self._native.score, requests)
 
     async def score_async(self, requests: object) -> list[Score | Rejection]:

@@ -79,6 +79,8 @@ struct ChatRequest {
     model: Option<String>,
     user: Option<String>,
     task: ChatTask,
+    /// The field that limits the tokens of the response, if the client sent one.
+    limit: Option<&'static str>,
     is_stream: bool,
     includes_usage: bool,
 }
@@ -91,9 +93,7 @@ impl ChatRequest {
             let what = format!("`n` is {n}; expected 1: there is one response to a request");
             return Err(ErrorResponse::field("n", what));
         }
-        let tokens = "a positive integer";
-        let max_new_tokens: Option<usize> = fields.take("max_completion_tokens", tokens)?;
-        let max_new_tokens = max_new_tokens.or(fields.take("max_tokens", tokens)?);
+        let (limit, max_new_tokens) = max_tokens(fields)?.unzip();
         let stream_options: Option<Value> = fields.take("stream_options", "an object")?;
         let seed: Option<i64> = fields.take("seed", "an integer")?;
         let task = ChatTask {
@@ -105,14 +105,11 @@ impl ChatRequest {
             stop: stops(fields.take("stop", "a text or a list of texts")?)?,
             seed: seed.map_or_else(|| since_epoch().as_nanos() as u64, |seed| seed as u64),
         };
-        if max_new_tokens == Some(0) {
-            let what = format!("the maximum number of tokens is 0; expected {tokens}");
-            return Err(ErrorResponse::field("max_tokens", what));
-        }
         Ok(Self {
             model: fields.take("model", "a text")?,
             user: user(fields)?,
             task,
+            limit,
             is_stream: fields.take("stream", "true or false")?.unwrap_or(false),
             includes_usage: stream_options.is_some_and(|options| options["include_usage"] == true),
         })
@@ -128,6 +125,30 @@ impl ChatRequest {
         messages.retain(|message| message.role != "system");
         let history = messages.into_iter().map(|message| Value::String(message.content)).collect();
         Ok((query, Context { history_summary: history_text(&history)?, ..Context::default() }))
+    }
+}
+
+/// The maximum number of tokens of the response, and the field that has it; `max_tokens` is deprecated.
+fn max_tokens(fields: &mut JsonFields) -> Result<Option<(&'static str, usize)>, ErrorResponse> {
+    let mut found = None;
+    for name in ["max_completion_tokens", "max_tokens"] {
+        let value: Option<usize> = fields.take(name, "a positive integer")?;
+        if value == Some(0) {
+            return Err(ErrorResponse::field(name, format!("`{name}` is 0; expected a positive integer")));
+        }
+        found = found.or(value.map(|value| (name, value)));
+    }
+    Ok(found)
+}
+
+/// As [`rejected`], with the client's name of the limit `max_new_tokens`.
+fn chat_rejected(error: SubmitError, limit: Option<&'static str>) -> ErrorResponse {
+    let error = rejected(error);
+    match limit.filter(|_| error.message.contains("max_new_tokens")) {
+        Some(limit) => {
+            ErrorResponse { param: Some(limit), message: error.message.replace("max_new_tokens", limit), ..error }
+        }
+        None => error,
     }
 }
 
@@ -284,7 +305,8 @@ async fn chat(
             (submitted, _) => submitted,
         }
     };
-    let mut events = timeout_at(deadline.into(), submitting).await.map_err(|_| too_slow())?.map_err(rejected)?;
+    let submitted = timeout_at(deadline.into(), submitting).await.map_err(|_| too_slow())?;
+    let mut events = submitted.map_err(|error| chat_rejected(error, request.limit))?;
     let completion = Completion { version: route.model.version.clone(), ..completion };
     let job = ChatJob { service: call.service, record: call.record, route, deadline, started: call.started };
     if request.is_stream {

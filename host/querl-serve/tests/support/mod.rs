@@ -168,6 +168,12 @@ impl Rewriter for StandInRewriter {
             }
             _ => {}
         }
+        if let GenerationTask::Chat(ChatTask { max_new_tokens: Some(n @ 512..), .. }) = &task {
+            // The words of the engine.
+            let what =
+                format!("the prompt has 1 tokens; with max_new_tokens {n} it goes beyond the model's 512 positions");
+            return Err(SubmitError::Input(what));
+        }
         let delay = if first == "delay" { second.parse().unwrap() } else { 0 };
         std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(delay));

@@ -80,6 +80,10 @@ def label_of(row: Mapping[str, Any]) -> Any:
     query and its context.
     """
     label = row.get("querl")
+    if isinstance(label, Mapping) and isinstance(label.get("columns"), Mapping):
+        # Datasets add the columns of other rows, as None.
+        columns = {name: value for name, value in label["columns"].items() if value is not None}
+        return {**label, "columns": columns}
     if label is not None and label != "":
         return label
     metadata = row.get("metadata")
@@ -87,8 +91,8 @@ def label_of(row: Mapping[str, Any]) -> Any:
         return metadata["id"]
     query = row.get("original_query") or row.get("query")
     if not query:
-        columns = ", ".join(sorted(row)) or "none"
-        raise QuerlError(f"the row names no query; expected a column `querl`, `original_query` or `query`; its columns: {columns}")
+        names = ", ".join(sorted(row)) or "none"
+        raise QuerlError(f"the row names no query; expected a column `querl`, `original_query` or `query`; its columns: {names}")
     context = {name: row.get(name) for name in ("user_profile", "history_summary", "gold_ids", "baseline")}
     return {"query": query, **{name: value for name, value in context.items() if value is not None}}
 

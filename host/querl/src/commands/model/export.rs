@@ -60,12 +60,12 @@ fn stored_dtype() -> impl TypedValueParser<Value = DType> {
     one_of([("f32", DType::F32, ""), ("bf16", DType::BF16, ""), ("f16", DType::F16, "")])
 }
 
-/// Parses a size such as `5GB` or `200MB` to bytes. Units are powers of ten, as in transformers.
+/// Parses a size such as `5GB` or `0.5MB` to bytes. Units are powers of ten, as in transformers.
 fn size(text: &str) -> Result<u64, String> {
-    let units = [("GB", 1_000_000_000), ("MB", 1_000_000)];
+    let units = [("GB", 1e9), ("MB", 1e6)];
     let parsed = units.into_iter().find_map(|(unit, bytes)| {
-        let number: u64 = text.strip_suffix(unit)?.trim().parse().ok()?;
-        number.checked_mul(bytes).filter(|size| *size > 0)
+        let number: f64 = text.strip_suffix(unit)?.trim().parse().ok()?;
+        Some((number * bytes).round()).filter(|size| (1.0..1e18).contains(size)).map(|size| size as u64)
     });
     parsed.ok_or_else(|| "expected a number above 0 with MB or GB, such as 5GB".into())
 }
@@ -229,7 +229,9 @@ mod tests {
     #[test]
     fn sizes_are_powers_of_ten_with_a_unit() {
         assert_eq!((size("5GB"), size("20 MB")), (Ok(5_000_000_000), Ok(20_000_000)));
-        for wrong in ["5", "GB", "0GB", "-1MB", "1GiB", "99999999999999GB"] {
+        // Regression: a fraction was refused.
+        assert_eq!((size("0.5MB"), size("1.5GB")), (Ok(500_000), Ok(1_500_000_000)));
+        for wrong in ["5", "GB", "0GB", "-1MB", "1GiB", "99999999999999GB", "NaNMB", "infGB", "0.0000001MB"] {
             assert!(size(wrong).is_err(), "{wrong}");
         }
     }

@@ -140,7 +140,8 @@ pub(crate) struct LogprobsArgs {
     /// A PEFT adapter
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
-    /// Lines of {"token_ids": [...]} or {"text": "..."}; control tokens in a text are recognised
+    /// Lines of {"token_ids": [...]} or {"text": "..."}; control tokens in a text are recognised, and none is added: as
+    /// tokenizer(text, add_special_tokens=False) of transformers. For a text with BOS, give the ids of tokenizer(text)
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
     /// Add to each line the largest difference from candle-transformers' decoder of the same model, an independent implementation
