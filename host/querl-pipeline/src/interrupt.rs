@@ -8,18 +8,17 @@
 //! | held by | safe point |
 //! |---|---|
 //! | calls of `rewrite` and `validate` ([`finish`], `ServiceContext::until`) | calls in flight finish, and their responses are saved; no further ones start |
-//! | calls of `eval` | the batch of queries is scored |
+//! | calls of `eval`, pass@k | the batch of queries is scored |
 //! | `sft`, `querl style train` and `distill`, `querl model pretrain`, from their first step on (below) | one rank: before the next pass (`check_stop` of `querl-train/src/data_parallel.rs`), and the unfinished step or evaluation is discarded; several: after the optimizer step and its evaluation (`Trainer::finish_step` of `fine_tune.rs`); saves the trainer state and the model |
 //! | `rl`, from its first step on (below), in a rollout | after the current decode step (`complete` of `querl-train/src/rl/rollout_pipeline.rs`): on the CPU the rest continues from the saved state, on a GPU the rollout is generated again; with a rollout server: after the requests in flight, whose responses are dropped. Saves the trainer state and `rl/last` |
 //! | `rl`, in the updates of a batch | one CPU rank: before the next pass (`RlTask::check_stop` of `rl/mod.rs`); the batch is saved with the state before its updates. GPUs, several ranks and `off_by_one`: after all updates (`Trainer::stop_requested` of `train_loop.rs`). Saves the trainer state and `rl/last` |
 //! | `querl style train` and `distill`, writing the finished model ([`uninterrupted`], `publish` of `querl-style/src/trainer.rs`) | all files are written |
 //! | `querl model pretrain`, moving the finished model to its folder | all files are moved |
 //! | `querl serve` | finishes the requests in progress, for at most the drain timeout; exit code 0. Without a terminal, `querl serve rewrite` loads its runs again on SIGHUP ([`reload_on_hangup`]) |
-//! | `querl watch` | restores the terminal |
+//! | `querl watch`, `querl plugin dev` | restores the terminal; `plugin dev` ends its child processes and removes its temporary files |
 //!
-//! A training begins with truncating its metrics log to the lines of the checkpoint that it starts or resumes from. `MetricsLog::rewind`
-//! (`metrics_log.rs`) does this, so it is also the place that calls [`at_safe_points`]: loading a model and encoding prompts come before it and are interrupted at
-//! once.
+//! Loading a model and encoding prompts are interrupted at once. A training holds [`at_safe_points`] from `MetricsLog::rewind`
+//! (`metrics_log.rs`) on, the truncation of its metrics log to the checkpoint that it resumes from.
 //!
 //! Except for `querl serve`, the command then ends with exit code 130 ([`Stop::interrupted`]), and the same command resumes. The runner
 //! (`stages/mod.rs`) starts no further stage ([`check`]).

@@ -2,14 +2,14 @@
 //!
 //! **To add a metric** of PPO or another algorithm: insert it in one of the functions below, and describe its name in
 //! docs/files.md and docs/zh-CN/files.md (`metrics.jsonl`; the test `every_documented_metric_is_recorded_...` of `host/querl/tests/calls.rs`
-//! compares them with three runs). The functions of a micro-batch return its share of the optimizer step, since
-//! shares are summed over micro-batches and ranks: a mean is possible there, a maximum is not. A new statistic of the loss is a field of
+//! compares them with three runs). The functions that run in each micro-batch return shares of the optimizer step, which are summed
+//! over micro-batches and ranks: they can compute a mean, but no maximum. A new statistic of the loss is a field of
 //! [`PolicyLoss`] or [`ValueLoss`] (`losses.rs`) first.
 //! `metrics.jsonl`, TensorBoard and the report's table "Other training metrics" take every name. A chart of the report is an entry of `CHARTS`
 //! in `host/querl-eval/src/report/curves.rs`, a curve of `querl watch` one of `CURVES` in `host/querl/src/commands/watch/view.rs`.
 //!
-//! Two kinds are inserted elsewhere: gradient norms (`actor/grad_norm`, `critic/grad_norm`) in `learner.rs`, and the durations of the phases
-//! of a batch (`timing_s/...`) in `experience.rs` and, of the check of rollouts, in `learner.rs`.
+//! Inserted elsewhere: gradient norms (`actor/grad_norm`, `critic/grad_norm`) in `learner.rs`; the durations of the phases of a batch
+//! (some of `timing_s/...`) in `experience.rs` and `learner.rs`; `calls/...` and `cache/...` in `querl-pipeline/src/stages/spending.rs`.
 //!
 //! | function | computed | names |
 //! |---|---|---|
