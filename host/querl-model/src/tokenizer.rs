@@ -128,12 +128,25 @@ impl TextTokenizer {
         let has_control = |message: &Message| {
             [&message.role, &message.content].into_iter().any(|text| self.control_tokens.are_in(text))
         };
-        let render = |messages: &[Message]| self.template.render_with(messages, true, &self.variables);
+        let render = |messages: &[Message]| self.render_prompt(messages);
         let ids = match messages.iter().any(has_control) {
             true => self.control_tokens.encode_conversation(&self.inner, messages, self.template.text(), render),
             false => self.encode_rendered(&render(messages)?),
         }?;
         if ids.is_empty() { Err(self.template.error("renders this conversation to no tokens")) } else { Ok(ids) }
+    }
+
+    /// The text of a prompt, of which [`Self::encode_prompt`] makes the token ids.
+    ///
+    /// # Errors
+    /// The template refuses these messages.
+    pub fn render_prompt(&self, messages: &[Message]) -> Result<String, ModelError> {
+        self.template.render_with(messages, true, &self.variables)
+    }
+
+    /// A sentence on the date in prompts, for a chat template that asks for today's; `None` for others.
+    pub fn date_note(&self) -> Option<String> {
+        self.template.date_note()
     }
 
     /// Token ids of a response to train on: its text and the end-of-sequence token, after the empty thinking block of a policy that thinks.
