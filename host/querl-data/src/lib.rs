@@ -46,7 +46,7 @@ pub use retrieval::{
 pub use rollout::RolloutServer;
 pub use stages::{
     Conversion, ConvertedRow, DroppedRow, LocalRewriteCollector, LocalRewriteStage, StageResults, convert,
-    dataset_rewrites, rewrite, rewrite_in_batch, teacher_prompts, validate,
+    dataset_rewrites, first_policy_prompt, rewrite, rewrite_in_batch, teacher_prompts, validate,
 };
 pub use table::{ColumnReader, Findings, QueryTable, RowList, RowReference, open_queries, query_id};
 pub use teacher::{check_recording, not_recorded, open_fallback, open_teacher};

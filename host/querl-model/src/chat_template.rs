@@ -99,7 +99,7 @@ impl ChatTemplate {
         let key = || TemplateSource::Key(directory.join("tokenizer_config.json").display().to_string());
         let (text, source) = if path.is_file() {
             (read_bounded(&path)?, TemplateSource::File(path.display().to_string()))
-        } else if let Some(text) = tokenizer_config["chat_template"].as_str() {
+        } else if let Some(text) = default_template(&tokenizer_config["chat_template"], &key())? {
             (text.to_owned(), key())
         } else {
             return Err(ModelError::MissingFile {
@@ -121,7 +121,7 @@ impl ChatTemplate {
             return Err(source.error(None, &format!("has {n_bytes} bytes; expected at most {MAX_SOURCE_BYTES}")));
         }
         let mut environment = environment().map_err(|error| source.of(&error))?;
-        environment.add_template_owned(NAME, text.to_owned()).map_err(|error| source.of(&error))?;
+        environment.add_template_owned(NAME, without_generation_tags(text)).map_err(|error| source.of(&error))?;
         let environment = Arc::new(environment);
         Ok(Self { environment, special_tokens, text: text.to_owned(), source, renderer: Mutex::new(None) })
     }
@@ -132,6 +132,29 @@ impl ChatTemplate {
 
     pub(crate) fn text(&self) -> &str {
         &self.text
+    }
+
+    /// For a template that reads the date of the day (`strftime_now` of transformers), which is not defined here: a sentence that says so.
+    pub(crate) fn date_note(&self) -> Option<String> {
+        let text = &self.text;
+        if !text.contains("strftime_now") {
+            return None;
+        }
+        let value = match default_date(text) {
+            Some(date) => format!("{date:?}"),
+            None => "the text in its place".into(),
+        };
+        let elsewhere = match text.contains("date_string is ") {
+            true => format!(
+                "for the same prompts elsewhere set its variable `date_string` to {value} (`chat_template_kwargs` of TRL and vLLM, \
+                 `data.apply_chat_template_kwargs` of verl; ms-swift and OpenRLHF have no such setting)"
+            ),
+            false => "elsewhere prompts have the date".into(),
+        };
+        Some(format!(
+            "the chat template asks for today's date; querl renders it without (`strftime_now` is undefined), so that prompts do not \
+             change with the day; {elsewhere}"
+        ))
     }
 
     /// Renders a conversation as text; `add_generation_prompt` appends the beginning of the assistant's turn.
@@ -213,6 +236,84 @@ fn start_on((stack_bytes, _): (usize, u64), environment: Arc<Environment<'static
         }
     })?;
     Ok(sender)
+}
+
+/// The value of the key `chat_template`: a template, or a list of named ones, of which transformers takes the one called `default`.
+fn default_template<'a>(value: &'a serde_json::Value, source: &TemplateSource) -> Result<Option<&'a str>, ModelError> {
+    let Some(list) = value.as_array() else { return Ok(value.as_str()) };
+    let named = list.iter().filter_map(|entry| Some((entry["name"].as_str()?, entry["template"].as_str()?)));
+    let templates: Vec<(&str, &str)> = named.collect();
+    if let Some(&(_, text)) = templates.iter().find(|(name, _)| *name == "default") {
+        return Ok(Some(text));
+    }
+    let names: Vec<String> = templates.iter().map(|(name, _)| format!("`{name}`")).collect();
+    let found = if names.is_empty() { "none".into() } else { names.join(", ") };
+    Err(source.error(None, &format!("a list of templates without one called `default`; found {found}")))
+}
+
+/// The text that a template assigns to `date_string`.
+fn default_date(text: &str) -> Option<&str> {
+    text.split("date_string").skip(1).find_map(|rest| {
+        let value = rest.trim_start().strip_prefix('=')?.trim_start();
+        let quote = value.chars().next().filter(|c| matches!(c, '"' | '\''))?;
+        Some(value[1..].split_once(quote)?.0)
+    })
+}
+
+/// Replaces the tags `generation` and `endgeneration` by `with` and `endwith`, which have the same scope and whitespace control. In
+/// transformers they mark the assistant's tokens and render to their body (`AssistantTracker` in `utils/chat_template_utils.py`); minijinja
+/// has no custom tags.
+fn without_generation_tags(source: &str) -> String {
+    let (mut text, mut rest) = (String::with_capacity(source.len()), source);
+    while let Some(start) = rest.find('{') {
+        text.push_str(&rest[..start]);
+        rest = &rest[start..];
+        let length = match rest.as_bytes().get(1) {
+            Some(b'#') => rest[2..].find("#}").map(|at| at + 4),
+            Some(b'{') => tag_length(rest, "}}"),
+            Some(b'%') => tag_length(rest, "%}"),
+            _ => Some(1),
+        };
+        // A tag that is not closed: the parser reports it.
+        let Some(length) = length else { break };
+        let (tag, after) = rest.split_at(length);
+        rest = after;
+        match tag.strip_prefix("{%").map(tag_name) {
+            Some("generation") => text.push_str(&tag.replacen("generation", "with", 1)),
+            Some("endgeneration") => text.push_str(&tag.replacen("endgeneration", "endwith", 1)),
+            Some("raw") => {
+                let mut tags = rest.match_indices("{%").map(|(at, _)| at);
+                let end = tags.find(|at| tag_name(&rest[at + 2..]) == "endraw").unwrap_or(rest.len());
+                text.push_str(tag);
+                text.push_str(&rest[..end]);
+                rest = &rest[end..];
+            }
+            _ => text.push_str(tag),
+        }
+    }
+    text + rest
+}
+
+/// The first word of a block tag, after its `{%`.
+fn tag_name(tag: &str) -> &str {
+    let tag = tag.strip_prefix(['-', '+']).unwrap_or(tag).trim_start();
+    &tag[..tag.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(tag.len())]
+}
+
+/// Length of the tag at the start of a template in bytes, with the first `close` outside of strings; `None` if it is not closed.
+fn tag_length(template: &str, close: &str) -> Option<usize> {
+    let (bytes, mut at, mut quote) = (template.as_bytes(), 2, None);
+    while at < bytes.len() {
+        match (quote, bytes[at]) {
+            (None, b'\'' | b'"') => quote = Some(bytes[at]),
+            (None, _) if bytes[at..].starts_with(close.as_bytes()) => return Some(at + close.len()),
+            (Some(_), b'\\') => at += 1,
+            (Some(open), byte) if byte == open => quote = None,
+            _ => {}
+        }
+        at += 1;
+    }
+    None
 }
 
 fn read_bounded(path: &Path) -> Result<String, ModelError> {
@@ -488,5 +589,69 @@ mod tests {
         assert!(load("{{ 'x' }}").starts_with(&format!("{}:1: chat template: ", file.display())));
         std::fs::write(&file, vec![b' '; MAX_SOURCE_BYTES + 1]).unwrap();
         assert!(load("").ends_with("has 1048577 bytes; expected a chat template of at most 1048576"));
+    }
+
+    /// Expected texts: transformers 5.10, `render_jinja_template`. Symptom: a syntax error for the templates that TRL trains with.
+    #[test]
+    fn generation_tags_render_to_their_body() {
+        let turns = ["user", "assistant"].map(|role| Message { role: role.into(), content: role[..1].into() });
+        for (template, expected) in [
+            ("a\n  {% generation %}\n b \n  {% endgeneration %}\nc", "a\n b \nc"),
+            ("a\n {%- generation -%} \n b \n {%- endgeneration -%} \nc", "abc"),
+            ("{%+ generation +%}\nb\n{%+ endgeneration +%}\nc", "\nb\n\nc"),
+            (
+                "{#{% generation %}#}x{% raw %}{% generation %}it's{% endraw %}{{ '{% generation %}' }}",
+                "x{% generation %}it's{% generation %}",
+            ),
+            (
+                "{% for m in messages %}{% generation %}{% set x = loop.index %}{{ x }}{{ m.content }}{% endgeneration %}\
+                 {{ 'x' if x is defined else '.' }}{% endfor %}",
+                "1u.2a.",
+            ),
+            ("{{ {'a': {'b': 1}}['a']['b'] }}{%\n generation\n%}z{%endgeneration%}", "1z"),
+        ] {
+            let found = ChatTemplate::new(template, Vec::new()).and_then(|template| template.render(&turns, true));
+            assert_eq!(found.unwrap(), expected, "{template}");
+        }
+        let line = failure("{% generation %}\n{% endgeneration %}\n{{ raise_exception('no') }}");
+        assert!(line.starts_with("chat_template.jinja:3: chat template: "), "{line}");
+        assert!(failure("{% generation %}").contains("syntax error: "), "{}", failure("{% generation %}"));
+    }
+
+    #[test]
+    fn of_named_templates_the_default_is_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let load = |names: &[&str]| {
+            let list: Vec<_> = names
+                .iter()
+                .map(|name| serde_json::json!({ "name": name, "template": format!("of {name}") }))
+                .collect();
+            let template = ChatTemplate::load(folder.path(), &serde_json::json!({ "chat_template": list }));
+            template.and_then(|template| template.render(&[], true)).map_err(|error| error.to_string())
+        };
+        assert_eq!(load(&["tool_use", "default"]), Ok("of default".into()));
+        let path = folder.path().join("tokenizer_config.json").display().to_string();
+        let expected = format!("{path}: `chat_template`: a list of templates without one called `default`; found ");
+        let missing = load(&["tool_use", "rag"]).unwrap_err();
+        assert!(missing.starts_with(&format!("{expected}`tool_use`, `rag`; ")), "{missing}");
+        assert!(load(&[]).unwrap_err().starts_with(&format!("{expected}none; ")));
+    }
+
+    /// The beginning of the template of Llama 3.2.
+    #[test]
+    fn a_template_that_asks_for_the_date_renders_its_fixed_one_and_is_noted() {
+        let of = |source: &str| ChatTemplate::new(source, Vec::new()).unwrap();
+        let llama = of("{%- if not date_string is defined %}\n    {%- if strftime_now is defined %}\n        \
+                        {%- set date_string = strftime_now(\"%d %b %Y\") %}\n    {%- else %}\n        \
+                        {%- set date_string = \"26 Jul 2024\" %}\n    {%- endif %}\n{%- endif %}\nToday Date: {{ date_string }}");
+        assert_eq!(llama.render(&[], true).unwrap(), "Today Date: 26 Jul 2024");
+        let note = llama.date_note().unwrap();
+        let expected = "; for the same prompts elsewhere set its variable `date_string` to \"26 Jul 2024\" (`chat_template_kwargs` of ";
+        assert!(note.starts_with("the chat template asks for today's date; ") && note.contains(expected), "{note}");
+        let fixed = of("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}").date_note().unwrap();
+        assert!(fixed.ends_with("; elsewhere prompts have the date"), "{fixed}");
+        let without =
+            of("{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }}");
+        assert_eq!(without.date_note(), None);
     }
 }

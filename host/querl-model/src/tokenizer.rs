@@ -163,7 +163,7 @@ impl TextTokenizer {
             [&message.role, &message.content].into_iter().any(|text| self.control_tokens.are_in(text))
         };
         let render = |messages: &[Message]| {
-            let text = self.template.render_with(messages, true, &self.variables)?;
+            let text = self.render_prompt(messages)?;
             // Characters, since control tokens in messages are replaced one character for one.
             let n_chars = text.chars().count();
             match n_chars > n_positions && n_chars > n_positions.saturating_mul(self.max_token_chars()) {
@@ -176,6 +176,19 @@ impl TextTokenizer {
             false => self.encode_rendered(&render(messages)?),
         }?;
         if ids.is_empty() { Err(self.template.error("renders this conversation to no tokens")) } else { Ok(ids) }
+    }
+
+    /// The text of a prompt, of which [`Self::encode_prompt`] makes the token ids.
+    ///
+    /// # Errors
+    /// The template refuses these messages.
+    pub fn render_prompt(&self, messages: &[Message]) -> Result<String, ModelError> {
+        self.template.render_with(messages, true, &self.variables)
+    }
+
+    /// A sentence on the date in prompts, for a chat template that asks for today's; `None` for others.
+    pub fn date_note(&self) -> Option<String> {
+        self.template.date_note()
     }
 
     /// Token ids of a response to train on: its text and the end-of-sequence token, after the empty thinking block of a policy that thinks.

@@ -37,7 +37,7 @@ mod untrained;
 
 pub use environment::RewardEnvironment;
 pub use training::memory::memory_of_config;
-pub use training::{hub_name, preflight};
+pub use training::{check_first_prompt, hub_name, preflight};
 
 /// Configuration of property tests: the same cases in each run.
 #[cfg(test)]

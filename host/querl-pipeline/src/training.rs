@@ -8,16 +8,17 @@ use crate::ledger::{Facts, StageName};
 use crate::run::Run;
 use anyhow::Context;
 use querl_core::config::{Config, ModelConfig, TuningMethod};
-use querl_core::ports::{PolicyResponse, Progress, Reporter};
+use querl_core::ports::{PolicyResponse, Progress, Prompts, Reporter};
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
+use querl_data::{QueryTable, first_policy_prompt};
 use querl_model::{DecoderConfig, ModelError, Shard, TextTokenizer};
 use querl_train::job::{
     CallbackError, Callbacks, Device, FailureKind, GenerateJob, GeneratedResponse, JobError, NoMetrics, SampleSettings,
 };
 use querl_train::{BEST, STATE};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, Once};
 
 pub(crate) fn folder(dir: &RunDir, stage: StageName) -> PathBuf {
     if stage == StageName::Sft { dir.sft() } else { dir.rl() }
@@ -285,13 +286,43 @@ pub fn hub_name(config: &Config) -> Option<&Path> {
     Some(config.model.path.as_path()).filter(|path| !path.is_absolute())
 }
 
-/// Checks the folder of a model: configuration, tokenizer, headers of the weights.
+/// Renders the first prompt of the training: a chat template that refuses the form of the prompts would stop it only after the data stages.
+/// A model on a hub that is not downloaded yet is not checked.
+///
+/// # Errors
+/// The template refuses the prompt, or the rows, the prompt plugin or the tokenizer cannot be used.
+pub fn check_first_prompt(config: &Config, table: &QueryTable, prompts: &dyn Prompts) -> anyhow::Result<()> {
+    if hub_name(config).is_some() {
+        return Ok(());
+    }
+    let Some(messages) = first_policy_prompt(table, &config.data, prompts)? else { return Ok(()) };
+    let tokenizer = TextTokenizer::for_policy(&config.model).map_err(Stop::of_model)?;
+    let Err(error) = tokenizer.render_prompt(&messages) else { return Ok(()) };
+    let (system, others): (Vec<_>, Vec<_>) = messages.into_iter().partition(|message| message.role == "system");
+    if system.is_empty() || tokenizer.render_prompt(&others).is_err() {
+        return Err(Stop::of_model(error).into());
+    }
+    let (sender, remedy) = match config.data.dataset.is_set() {
+        true => ("a prompt of data.dataset has", "prompts without one"),
+        false => ("plugins.prompt sends", "a prompt plugin that sends none"),
+    };
+    let message =
+        format!("{error}; {sender} a system message, which this template refuses: use {remedy}, or another model");
+    Err(Stop::usage(message).into())
+}
+
+/// Checks the folder of a model: configuration, tokenizer, headers of the weights. Warns once about prompts without today's date.
 ///
 /// # Errors
 /// As [`preflight`].
 pub(crate) fn check_model(config: &Config) -> anyhow::Result<()> {
     let path = &config.model.path;
     let tokenizer = TextTokenizer::for_policy(&config.model).map_err(Stop::of_model)?;
+    if let Some(note) = tokenizer.date_note() {
+        // A sweep checks the model again for each trial.
+        static WARNED: Once = Once::new();
+        WARNED.call_once(|| tracing::warn!("{}: {note}", path.display()));
+    }
     querl_model::check_directory(path).map_err(Stop::of_model)?;
     let shapes = DecoderConfig::load(&path.join("config.json"))?;
     Shard::check(config.model.tensor_parallel, &shapes, config.model.dtype).map_err(Stop::usage)?;

@@ -246,15 +246,37 @@ fn a_run_is_exported_to_ms_swift_with_its_plugin() {
     assert!(query["baseline"].is_string() && rows[0].get("prompt").is_none(), "{query}");
     check_script(&project, "swift/train.sh");
     let script = project.read("swift/train.sh");
-    for line in ["    --reward_funcs querl \\\n", "    --max_completion_length 8 \\\n", "    --kl_in_reward true \\\n"]
-    {
-        assert!(script.contains(line), "{line}: {script}");
+    for setting in [
+        "reward_funcs querl",
+        "max_completion_length 8",
+        "kl_in_reward true",
+        "model_type qwen3",
+        "template qwen3",
+        "enable_thinking true",
+    ] {
+        assert!(script.contains(&format!("    --{setting} \\\n")), "{setting}: {script}");
     }
     assert!(project.read("swift/plugin.py").contains("import querl.integrations.swift"));
     for page in ["swift/README.md", "swift/mapping.md"] {
         assert!(place_holders(&project.read(page)).is_empty(), "{page}");
     }
     project.querl(&["config", "check", "swift/querl.toml"]).ok();
+}
+
+#[test]
+fn prompts_without_the_date_of_the_day_are_noted_at_export() {
+    let project = project();
+    project.copy_model("dated");
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}";
+    project.write("dated/chat_template.jinja", template);
+    let [own, dated] = [model().to_owned(), project.path("dated")].map(|path| path.display().to_string());
+    project.write("run/config.resolved.toml", &project.read("run/config.resolved.toml").replace(&own, &dated));
+    for engine in ["trl", "swift", "openrlhf"] {
+        let exported = project.json(&["export", engine, "run", "--out", engine]);
+        let note = exported["notes"][0].as_str().unwrap();
+        assert!(note.starts_with("the chat template asks for today's date; querl renders it without"), "{exported}");
+        assert!(project.read(&format!("{engine}/mapping.md")).contains(note), "{engine}");
+    }
 }
 
 #[test]

@@ -707,3 +707,36 @@ fn thinking_is_a_setting_of_the_policy_in_all_stages() {
         assert!(record["outcome"]["Ok"]["candidate"]["rewrite"].as_str().unwrap_or_default().is_empty(), "{record}");
     }
 }
+
+/// Symptom: a template that refuses the system message stopped `run` only at `sft`, after all calls of the teacher.
+#[test]
+fn a_template_that_refuses_the_prompts_stops_the_run_before_rewrite() {
+    let project = Project::new();
+    project.copy_model("strict");
+    let template = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\
+                    {{ m.content }}{% endfor %}";
+    project.write("strict/chat_template.jinja", template);
+    let with_model = |args: &[&'static str]| [args, &["--set", "model.path=\"strict\""]].concat();
+    let remedy = "; plugins.prompt sends a system message, which this template refuses: use a prompt plugin that sends none, or another \
+                  model";
+    for command in [&["run", "querl.toml"][..], &["config", "check", "querl.toml"]] {
+        let message = project.refusal(&with_model(command), 2);
+        let problem = "strict/chat_template.jinja:1: chat template: invalid operation: no system; ";
+        assert!(message.starts_with(problem) && message.ends_with(remedy), "{message}");
+    }
+    assert!(!project.path("run/data/rewrites.jsonl").exists());
+    // The data stages need no model.
+    project.querl(&with_model(&["run", "querl.toml", "--to", "convert"])).ok();
+}
+
+#[test]
+fn prompts_without_the_date_of_the_day_are_said_once() {
+    let project = Project::new();
+    project.copy_model("dated");
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}";
+    project.write("dated/chat_template.jinja", template);
+    for command in [&["config", "check", "querl.toml"][..], &["run", "querl.toml", "--to", "sft"]] {
+        let output = project.querl(&[command, &["--set", "model.path=\"dated\""]].concat()).ok();
+        assert_eq!(output.stderr.matches("dated: the chat template asks for today's date").count(), 1, "{output:#?}");
+    }
+}

@@ -92,7 +92,7 @@ pub fn convert(
         let columns = reader.as_mut().map_or_else(|| Ok(Columns::default()), |reader| reader.read(query))?;
         let prompt = dataset.as_mut().map(|dataset| dataset.read(query)).transpose()?.map(|row| row.prompt);
         if let Some(own) = &prompt {
-            n_other_prompts += u64::from(*own != conversion.prompt(query)?);
+            n_other_prompts += u64::from(*own != policy_prompt(query, conversion.prompts)?);
         }
         let batch = &mut waiting[split as usize];
         batch.add(FilterRow { index, record, columns, prompt });
@@ -108,6 +108,30 @@ pub fn convert(
     dropped.sort_by_key(|(index, _)| *index);
     put_dropped(dropped, put)?;
     Ok(n_other_prompts)
+}
+
+/// The policy's prompt of the first row of the query table or of `data.dataset`, as [`convert`] writes it; `None` for an empty table.
+///
+/// # Errors
+/// The rows cannot be read, or the plugin broke its contract.
+pub fn first_policy_prompt(
+    rows: &dyn Rows<QueryRow>,
+    config: &DataConfig,
+    prompts: &dyn Prompts,
+) -> Result<Option<Vec<Message>>, DataError> {
+    let Some(row) = rows.read()?.next().transpose()? else { return Ok(None) };
+    let prompt = match config.dataset.is_set() {
+        true => DatasetReader::open(config)?.read(&row)?.prompt,
+        false => policy_prompt(&row, prompts)?,
+    };
+    Ok(Some(prompt))
+}
+
+/// The policy's prompt for a row, from the prompt plugin.
+fn policy_prompt(row: &QueryRow, prompts: &dyn Prompts) -> Result<Vec<Message>, DataError> {
+    let context = row.context();
+    let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
+    Ok(prompts.messages(PromptTask::PolicyRewrite, &input)?)
 }
 
 struct FilterRow {
@@ -159,13 +183,6 @@ impl Conversion<'_> {
         self.config.dataset.is_set()
     }
 
-    /// The policy's prompt for a row, from the prompt plugin.
-    fn prompt(&self, row: &QueryRow) -> Result<Vec<Message>, DataError> {
-        let context = row.context();
-        let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
-        Ok(self.prompts.messages(PromptTask::PolicyRewrite, &input)?)
-    }
-
     /// True for a row of a dataset without a completion, which is not a failure.
     fn is_prompt_alone(&self, record: &ValidatedRecord) -> bool {
         let failure = record.rewritten.rewrite.as_ref().err();
@@ -193,7 +210,7 @@ impl Conversion<'_> {
             let has_baseline = matches!(record.retrieval, Some(Ok(_)));
             if reason.is_none() || split != Split::Train || has_baseline {
                 let code = reason.as_ref().map(|reason| reason.code.clone());
-                let prompt = prompt.map_or_else(|| self.prompt(&record.rewritten.query), Ok)?;
+                let prompt = prompt.map_or_else(|| policy_prompt(&record.rewritten.query, self.prompts), Ok)?;
                 put(ConvertedRow::Row(split, self.dataset_row(&record, prompt, code)))?;
             }
             dropped.extend(reason.map(|reason| (index, dropped_row(record, split, reason))));

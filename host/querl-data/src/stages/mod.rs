@@ -6,7 +6,7 @@ mod convert;
 mod dataset;
 mod rewrite;
 
-pub use convert::{Conversion, ConvertedRow, DroppedRow, convert};
+pub use convert::{Conversion, ConvertedRow, DroppedRow, convert, first_policy_prompt};
 pub use dataset::dataset_rewrites;
 pub use rewrite::{LocalRewriteCollector, LocalRewriteStage, rewrite, rewrite_in_batch, teacher_prompts};
 

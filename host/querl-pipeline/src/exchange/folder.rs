@@ -239,8 +239,9 @@ impl EngineFiles<'_> {
     pub(super) fn write(self, run: &ExportedRun, shared: SharedFiles, out: &Path) -> anyhow::Result<Exported> {
         let SharedFiles { model, plugins, outside } = shared;
         let base = model.strip_prefix(HERE).map_or(model.as_str(), |rest| rest.trim_start_matches('/'));
-        let form: Vec<String> = note_on_form(&run.config, self.engine).into_iter().collect();
-        let (keys, notes) = (self.mapping.to_markdown(self.engine), [form, self.notes].concat());
+        let of_prompts = note_on_form(&run.config, self.engine).into_iter().chain(run.tokenizer.date_note());
+        let notes: Vec<String> = of_prompts.chain(self.notes).collect();
+        let keys = self.mapping.to_markdown(self.engine);
         let noted: String = notes.iter().map(|note| format!("- {note}\n")).collect();
         let common = [
             ("@TENANT@", run.config.tenant.as_str()),

@@ -9,7 +9,7 @@ use crate::training::{self, Base};
 use querl_core::config::{Config, RlAlgorithm, load_resolved};
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
-use querl_model::{DecoderConfig, LoraAdapter, LoraSettings, TextTokenizer};
+use querl_model::{DecoderConfig, Family, LoraAdapter, LoraSettings, TextTokenizer};
 use std::path::{Path, PathBuf};
 
 /// A run with finished data stages, to export to another engine.
@@ -18,6 +18,10 @@ pub struct ExportedRun {
     pub(super) dir: RunDir,
     /// Folder of the base model of reinforcement learning.
     pub(super) model: PathBuf,
+    /// Architecture of the base model; `None` for one that querl itself cannot train.
+    pub(super) family: Option<Family>,
+    /// The tokenizer of the base model, which writes the prompts of the run.
+    pub(super) tokenizer: TextTokenizer,
     pub(super) adapter: Option<SftAdapter>,
     pub(super) train: Vec<PromptRow>,
     pub(super) val: Vec<PromptRow>,
@@ -85,6 +89,7 @@ impl ExportedRun {
         let base = sft_base(&config, &dir, &ledger)?;
         let tokenizer = TextTokenizer::for_policy(&base.model_config(&config)).map_err(Stop::usage)?;
         let Base { model, adapter } = base;
+        let family = DecoderConfig::load(&model.join("config.json")).ok().map(|shapes| shapes.family);
         let adapter = adapter.map(|folder| read_adapter(folder, &model)).transpose()?;
         let all: Vec<DatasetRow> = train.iter().chain(&val).cloned().collect();
         let longest_prompt = training::prompts(&all, &tokenizer)?.iter().map(Vec::len).max().unwrap_or(0);
@@ -92,7 +97,7 @@ impl ExportedRun {
         let columns = RowColumns::read(&plugins.rewards, &config.data, &all)?;
         let rows = |dataset: &[DatasetRow]| prompt_rows(dataset, &columns, &rewrites);
         let (train, val) = (rows(&train), rows(&val));
-        Ok(Self { config, dir, model, adapter, train, val, longest_prompt })
+        Ok(Self { config, dir, model, family, tokenizer, adapter, train, val, longest_prompt })
     }
 
     /// LoRA rank and alpha of the adapter to train.
@@ -158,10 +163,26 @@ pub(super) mod testing {
             config,
             dir: RunDir::new("none"),
             model: "none".into(),
+            family: Some(Family::Qwen3),
+            tokenizer: TextTokenizer::load(&example_model()).unwrap(),
             adapter: None,
             train: (0..8).map(row).collect(),
             val: Vec::new(),
             longest_prompt: 100,
         }
+    }
+
+    fn example_model() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-qwen3")
+    }
+
+    /// The tokenizer of [`run`], with another chat template.
+    pub(in crate::exchange) fn tokenizer_with(template: &str) -> TextTokenizer {
+        let folder = tempfile::tempdir().unwrap();
+        for file in ["tokenizer.json", "tokenizer_config.json"] {
+            std::fs::copy(example_model().join(file), folder.path().join(file)).unwrap();
+        }
+        std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+        TextTokenizer::load(folder.path()).unwrap()
     }
 }

@@ -12,6 +12,7 @@ use super::source::ExportedRun;
 use crate::serving::BaseFiles;
 use querl_core::config::{KlEstimator, KlPlacement, RlAlgorithm, RlConfig};
 use querl_core::records::Message;
+use querl_model::Family;
 use serde::Serialize;
 use std::path::Path;
 
@@ -68,10 +69,8 @@ fn mapping(run: &ExportedRun, sizes: &GrpoSizes) -> anyhow::Result<Mapping> {
     mapping.fixed("logging_steps", "1");
     mapping.fixed("report_to", "none");
     lora(&mut mapping, run);
+    model(&mut mapping, run);
     let config = &run.config;
-    if let Some(enable_thinking) = config.model.enable_thinking {
-        mapping.set("model.enable_thinking", &[("enable_thinking", enable_thinking.to_string())], "");
-    }
     let seed = config.seed.to_string();
     mapping.set("seed", &[("seed", seed.clone()), ("data_seed", seed)], "");
     let checkpointing = config.model.gradient_checkpointing.to_string();
@@ -140,6 +139,68 @@ fn sampling(m: &mut Mapping, rl: &RlConfig) {
     }
 }
 
+/// Adds the names by which ms-swift knows the model and its template, and how its prompts end.
+fn model(m: &mut Mapping, run: &ExportedRun) {
+    let names = ModelNames::of(run);
+    if let Some(ModelNames { model_type, template, .. }) = names {
+        m.fixed("model_type", model_type);
+        m.fixed("template", template);
+    }
+    let enable_thinking = names.and_then(|names| names.enable_thinking).or(run.config.model.enable_thinking);
+    if let Some(enable_thinking) = enable_thinking {
+        let note = "with true, no empty thinking block ends the prompt; ms-swift's default for Qwen3 is false";
+        m.set("model.enable_thinking", &[("enable_thinking", enable_thinking.to_string())], note);
+    }
+}
+
+/// A template of ms-swift that writes the prompts of the tokenizer's chat template.
+#[derive(Clone, Copy)]
+struct ModelNames {
+    model_type: &'static str,
+    template: &'static str,
+    /// The setting with which the template ends a prompt as the tokenizer's does; `None` for a template without thinking.
+    enable_thinking: Option<bool>,
+}
+
+/// The system message that a template of ms-swift adds to a conversation without one (`swift/template/templates/qwen.py`).
+const DEFAULT_SYSTEMS: [(&str, &str); 2] = [
+    ("qwen2_5", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+    ("qwen", "You are a helpful assistant."),
+];
+const EMPTY_THINKING: &str = "<think>\n\n</think>\n\n";
+
+impl ModelNames {
+    /// The names for a Qwen2 or Qwen3 whose prompts are those of a template of ms-swift, as a rendered prompt shows; `None` for others,
+    /// such as Llama, for whose architecture ms-swift has several types and templates.
+    fn of(run: &ExportedRun) -> Option<Self> {
+        let message = |role: &str| Message { role: role.into(), content: "1".into() };
+        let turn = |role: &str| format!("<|im_start|>{role}\n1<|im_end|>\n");
+        let (system, user, start) = (turn("system"), turn("user"), "<|im_start|>assistant\n");
+        let with_system = run.tokenizer.render_prompt(&[message("system"), message("user")]).ok()?;
+        let alone = run.tokenizer.render_prompt(&[message("user")]).ok()?;
+        let end = with_system.strip_prefix(&format!("{system}{user}{start}"))?;
+        match run.family? {
+            Family::Qwen3 => {
+                let is_alike = alone == format!("{user}{start}{end}");
+                let (template, enable_thinking) = match end {
+                    "" => ("qwen3", true),
+                    EMPTY_THINKING => ("qwen3", false),
+                    "<think>\n" => ("qwen3_thinking", true),
+                    _ => return None,
+                };
+                let enable_thinking = Some(enable_thinking);
+                is_alike.then_some(Self { model_type: "qwen3", template, enable_thinking })
+            }
+            Family::Qwen2 if end.is_empty() => {
+                let is_default = |text: &str| alone == format!("<|im_start|>system\n{text}<|im_end|>\n{user}{start}");
+                let (template, _) = DEFAULT_SYSTEMS.into_iter().find(|&(_, text)| is_default(text))?;
+                Some(Self { model_type: "qwen2", template, enable_thinking: None })
+            }
+            Family::Qwen2 | Family::Llama | Family::Mistral => None,
+        }
+    }
+}
+
 /// Adds the LoRA settings of a new adapter; an SFT adapter has its own settings.
 fn lora(m: &mut Mapping, run: &ExportedRun) {
     let (rank, alpha) = run.lora();
@@ -164,9 +225,13 @@ fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
     if run.adapter.is_none() {
         notes.extend(run.alpha_note("ms-swift"));
     }
-    notes.push(
-        "prompts are written with the template that ms-swift has for the model, not with the tokenizer's".to_owned(),
-    );
+    notes.push(match ModelNames::of(run) {
+        Some(ModelNames { template, .. }) => {
+            format!("prompts are written with ms-swift's template `{template}`, as the tokenizer's writes them")
+        }
+        None => "prompts are written with ms-swift's template that `--template` names: choose one that writes those of the tokenizer's"
+            .to_owned(),
+    });
     notes.push("a rejected response gets the mean of its group, so that its advantage is 0".to_owned());
     notes
 }
@@ -175,7 +240,7 @@ fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
 mod tests {
     use super::*;
     use crate::exchange::mapping::assert_has_rl_keys_once;
-    use crate::exchange::source::testing::run;
+    use crate::exchange::source::testing::{run, tokenizer_with};
 
     fn mapped(run: &ExportedRun) -> Mapping {
         mapping(run, &GrpoSizes::of(run)).unwrap()
@@ -198,6 +263,50 @@ mod tests {
         assert_eq!((value("kl_in_reward"), value("delta"), value("loss_type")), ("false", "3.0", "grpo"));
         assert_eq!(value("stop_words"), "$'it\\'s' '</s>'");
         assert!(mapping.without_equivalent().is_empty());
+    }
+
+    /// Symptom: ms-swift ended the prompts of Qwen3 with an empty thinking block, with which the exported adapter was not trained; and
+    /// without the names it did not start.
+    #[test]
+    fn names_and_thinking_follow_from_a_rendered_prompt() {
+        let mut run = run("");
+        let names = |run: &ExportedRun| {
+            let mapping = mapped(run);
+            ["model_type", "template", "enable_thinking"].map(|name| mapping.value(name).unwrap_or("").to_owned())
+        };
+        let last_note = |run: &ExportedRun| notes(run, &GrpoSizes::of(run)).into_iter().nth_back(1).unwrap();
+        // The template of the example does not read the variable.
+        assert_eq!(names(&run), ["qwen3", "qwen3", "true"]);
+        assert!(last_note(&run).contains("ms-swift's template `qwen3`, as the tokenizer's"), "{}", last_note(&run));
+        run.tokenizer = tokenizer_with(include_str!("../../../../tests/reference/qwen3.jinja"));
+        assert_eq!(names(&run), ["qwen3", "qwen3", "true"]);
+        let chatml = |start: &str, end: &str| {
+            let turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}";
+            let generation = "{% if add_generation_prompt %}<|im_start|>assistant\n";
+            tokenizer_with(&[start, turns, generation, end, "{% endif %}"].concat())
+        };
+        run.tokenizer = chatml("", "<think>\n\n</think>\n\n");
+        assert_eq!(names(&run), ["qwen3", "qwen3", "false"]);
+        run.tokenizer = chatml("", "<think>\n");
+        assert_eq!(names(&run), ["qwen3", "qwen3_thinking", "true"]);
+
+        run.family = Some(Family::Qwen2);
+        let default = |text: &str| {
+            let system = format!("<|im_start|>system\n{text}<|im_end|>\n");
+            chatml(&["{% if messages[0].role != 'system' %}", &system, "{% endif %}"].concat(), "")
+        };
+        run.tokenizer = default("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.");
+        assert_eq!(names(&run), ["qwen2", "qwen2_5", ""]);
+        run.tokenizer = default("You are a helpful assistant.");
+        assert_eq!(names(&run), ["qwen2", "qwen", ""]);
+
+        // Prompts of no template of ms-swift, and an architecture with several types of models.
+        run.tokenizer = default("You are another assistant.");
+        assert_eq!(names(&run), ["", "", ""]);
+        assert!(last_note(&run).contains("that `--template` names"), "{}", last_note(&run));
+        (run.family, run.tokenizer) = (Some(Family::Llama), chatml("", ""));
+        run.config.model.enable_thinking = Some(false);
+        assert_eq!(names(&run), ["", "", "false"]);
     }
 
     #[test]

@@ -24,6 +24,7 @@ use crate::ledger::{Decision, Entry, Facts, FileDigest, Inputs, Ledger, Outputs,
 use crate::metrics_log;
 use crate::plugins::Plugins;
 use crate::run::Run;
+use crate::training;
 use anyhow::Context;
 use previous::Previous;
 use querl_core::config::{Config, OnNoise, RewriteForm, TableFormat};
@@ -86,13 +87,18 @@ pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
     let mut ledger = Ledger::open(&run.dir.stages())?;
     check_upstream(run, &ledger, window.first)?;
     let pending = pending(run, &ledger, window)?;
-    if pending.last().is_some_and(|last| *last >= StageName::Sft) {
+    let trains = pending.last().is_some_and(|last| *last >= StageName::Sft);
+    if trains {
         querl_model::check_weights(&run.config.model.path).map_err(Stop::of_model)?;
     }
-    if pending.first().is_some_and(|first| *first <= StageName::Validate)
-        && let Some(unknown) = check_knowledge_base(&run.config, &open_queries(&run.config.data)?)?
-    {
-        run.reporter.message(&format!("warning: {unknown}"));
+    if pending.first().is_some_and(|first| *first <= StageName::Validate) {
+        let table = open_queries(&run.config.data)?;
+        if trains {
+            training::check_first_prompt(&run.config, &table, run.plugins.prompts.as_ref())?;
+        }
+        if let Some(unknown) = check_knowledge_base(&run.config, &table)? {
+            run.reporter.message(&format!("warning: {unknown}"));
+        }
     }
     for name in pending {
         if name == StageName::Rewrite {

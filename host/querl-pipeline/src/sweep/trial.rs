@@ -18,6 +18,7 @@ use querl_core::fsx::write_atomic;
 use querl_core::ports::Reporter;
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
+use querl_data::open_queries;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
@@ -54,6 +55,7 @@ impl Trial {
         let mut run =
             Run::open(self.config.clone(), config_path, StageName::Rl, OnPluginChange::Refuse, reporter.clone())?;
         let stages = |first, last| Window { first, last, forced_from: None };
+        training::check_first_prompt(&run.config, &open_queries(&run.config.data)?, run.plugins.prompts.as_ref())?;
         run_stages(&run, stages(StageName::Rewrite, StageName::Convert))?;
         let rl = &self.config.rl;
         let n_steps = rl.n_steps(rows_of::<DatasetRow>(&self.dir.split(Split::Train))?.len());

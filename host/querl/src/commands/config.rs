@@ -6,6 +6,7 @@ use crate::terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, Overrides, json_schema, keys};
 use querl_data::{check_knowledge_base, check_recording, open_queries};
+use querl_pipeline::check_first_prompt;
 use querl_pipeline::device;
 use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::{PluginUse, Plugins};
@@ -45,17 +46,21 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
 
 fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
-    let (config, ()) = check_model_last(&args.config.path, overrides, StageName::Eval, |config, file| {
+    let (config, opened) = check_model_last(&args.config.path, overrides, StageName::Eval, |config, file| {
         device::check_named(config)?;
         let table = open_queries(&config.data)?;
         let not_recorded = check_recording(config, &table)?;
         let unknown = check_knowledge_base(config, &table)?.map(|unknown| unknown.to_string());
         not_recorded.iter().chain(&unknown).for_each(|warning| terminal::print(&format!("warning: {warning}")));
-        if !args.skip_plugins {
-            Plugins::open(config, PluginUse::Look).map_err(|error| with_location(error, file))?;
+        if args.skip_plugins {
+            return Ok(None);
         }
-        Ok(())
+        let plugins = Plugins::open(config, PluginUse::Look).map_err(|error| with_location(error, file))?;
+        Ok(Some((table, plugins)))
     })?;
+    if let Some((table, plugins)) = opened {
+        check_first_prompt(&config, &table, plugins.prompts.as_ref())?;
+    }
     // The planned GPU memory, if the configuration names GPUs.
     if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {
         querl_pipeline::memory_of_config(&config)?.iter().for_each(|line| terminal::print(line));
