@@ -1,6 +1,7 @@
 // The description of a plugin (`info.describe` of the contract), derived from its classes.
 
 import { Settings } from "./settings.js";
+import { shown } from "./types.js";
 
 /** The inputs that a reward may declare. A filter may declare `columns` only. */
 export const INPUTS = ["response", "prompt", "columns", "baseline", "retrieval", "judgement", "style"];
@@ -29,6 +30,13 @@ export function describe({ kinds }) {
   }
   const specs = [...settings.values()];
   const scorer = plugins.find((plugin) => typeof plugin.range === "function");
-  const range = specs.every((spec) => spec.default !== undefined) ? scorer?.range() : undefined;
+  const range = scorer && specs.every((spec) => spec.default !== undefined) ? rangeOf(scorer) : undefined;
   return { kinds: Object.keys(kinds), settings: specs, range, inputs: Object.fromEntries(inputs) };
+}
+
+/** The range of a reward. Throws if its `range` does not return two numbers. */
+export function rangeOf(plugin) {
+  const range = plugin.range();
+  if (Array.isArray(range) && range.length === 2 && range.every((bound) => typeof bound === "number")) return range;
+  throw new TypeError(`plugin.js: \`${plugin.constructor.name}.range\` returned ${shown(range)}; expected two numbers [low, high]`);
 }

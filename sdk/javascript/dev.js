@@ -13,13 +13,13 @@ import { join, relative, sep } from "node:path";
 import { fileURLToPath, pathToFileURL } from "node:url";
 import { Script } from "node:vm";
 import { Worker } from "node:worker_threads";
-import { describe } from "./description.js";
+import { describe, rangeOf } from "./description.js";
 import { notDeclared, sendCallsTo } from "./host.js";
 import { sendLogTo } from "./log.js";
 import { SettingError, Settings } from "./settings.js";
 import { readRecorded } from "./testing/json_form.js";
 import { recorded as recordedCalls } from "./testing/recorded.js";
-import { Rejection } from "./types.js";
+import { Rejection, notFinite, notNamed, shown } from "./types.js";
 
 const MODULE = "plugin.js";
 
@@ -66,9 +66,9 @@ async function resultsOf(folder, file, settings, resultsFile, begin) {
     withinLimit(() => {
       ({ inputs } = describe(exported));
       plugin = new type(new Settings(settings));
-      range = plugin.range();
+      range = rangeOf(plugin);
     });
-    if (!Array.from(range).every(Number.isFinite)) {
+    if (!range.every(Number.isFinite)) {
       throw new RangeError(`declares the range ${range.join(" to ")}; expected two finite numbers, the first below the second`);
     }
   } catch (error) {
@@ -163,11 +163,12 @@ function rejected({ code, detail }) {
 
 function scored(score) {
   if (typeof score !== "object" || score === null) {
-    return { fault: { message: `the result is ${String(score)}; expected { total, components }` } };
+    return { fault: { message: `the result is ${shown(score)}; expected { total, components }` } };
   }
   const { total, components = {} } = score;
+  if (Array.isArray(components)) return { fault: { message: notNamed(components) } };
   for (const [name, value] of [["total", total], ...Object.entries(components)]) {
-    if (!Number.isFinite(value)) return { fault: { message: `\`${name}\` is ${String(value)}; expected a finite number` } };
+    if (!Number.isFinite(value)) return { fault: { message: notFinite(name, value) } };
   }
   const parts = Object.entries(components).map(([name, value]) => ({ name, value }));
   return { scored: { total, components: parts } };

@@ -21,6 +21,24 @@ export class Rejection extends Error {
   }
 }
 
+/** A value in a message; texts are quoted. */
+export function shown(value) {
+  if (Array.isArray(value)) return `[${value.map(shown).join(", ")}]`;
+  if (typeof value === "string") return JSON.stringify(value);
+  return typeof value === "bigint" ? `${value}n` : String(value);
+}
+
+/** The message about a total or component that is not a finite number. */
+export function notFinite(name, value) {
+  const type = { string: ", a text", bigint: ", a BigInt" }[typeof value] ?? "";
+  return `\`${name}\` is ${shown(value)}${type}; expected a finite number`;
+}
+
+/** The message about components that are an array. */
+export function notNamed(components) {
+  return `\`components\` is ${shown(components)}; expected an object with a number for each name`;
+}
+
 /** Base class of Candidate and Episode. A record decoded from JSON keeps the JSON object and converts each property when it is read. */
 class Record {
   /** Creates the record from a JSON object in the encoding of json-rewards.wit. */

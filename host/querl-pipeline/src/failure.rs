@@ -231,12 +231,21 @@ fn key_in_causes(error: &anyhow::Error) -> Option<String> {
     })
 }
 
-/// The error with its causes as one line.
+/// The error with its causes as one line, for a caller that shows its [`details`] above.
 pub fn sentence(error: &anyhow::Error) -> String {
+    one_line(error, "above")
+}
+
+/// Like [`sentence`], for a caller that shows the [`details`] below.
+pub fn sentence_above_details(error: &anyhow::Error) -> String {
+    one_line(error, "below")
+}
+
+fn one_line(error: &anyhow::Error, place: &str) -> String {
     let mut sentence = String::new();
-    let shown = shown_above(error);
+    let shown = shown_apart(error).map(|(details, note)| (details, format!("{note} is {place}")));
     for cause in error.chain().map(|cause| cause.to_string()) {
-        let cause = shown.map_or_else(|| cause.clone(), |(details, note)| cause.replace(details, note));
+        let cause = shown.as_ref().map_or_else(|| cause.clone(), |(details, note)| cause.replace(details, note));
         // Some libraries include the cause in their message.
         if !sentence.ends_with(&cause) {
             sentence = if sentence.is_empty() { cause } else { format!("{sentence}: {cause}") };
@@ -273,14 +282,14 @@ fn exhaustion_remedy(error: &anyhow::Error, sentence: &str) -> Option<&'static s
 
 /// Output of a compiler, or the traceback of a plugin, which is too long for the sentence.
 pub fn details(error: &anyhow::Error) -> Option<&str> {
-    shown_above(error).map(|(details, _)| details.trim_matches('\n'))
+    shown_apart(error).map(|(details, _)| details.trim_matches('\n'))
 }
 
-/// The text that is shown above the message, and what replaces it in the message.
-fn shown_above(error: &anyhow::Error) -> Option<(&str, &'static str)> {
+/// The text that is shown above or below the message, and the start of what replaces it in the message.
+fn shown_apart(error: &anyhow::Error) -> Option<(&str, &'static str)> {
     let of_plugin = error.chain().find_map(|cause| cause.downcast_ref::<PluginError>());
     if let Some(PluginError::Build { output, .. }) = of_plugin {
-        return Some((output, "its output is above"));
+        return Some((output, "its output"));
     }
     let fault = match of_plugin {
         Some(PluginError::Fault(fault)) => Some(fault),
@@ -288,7 +297,7 @@ fn shown_above(error: &anyhow::Error) -> Option<(&str, &'static str)> {
     };
     let message = &fault?.message;
     let lines = message.find('\n')?..=message.rfind('\n')?;
-    Some((&message[lines], "; its traceback is above"))
+    Some((&message[lines], "; its traceback"))
 }
 
 #[cfg(test)]
@@ -405,6 +414,7 @@ mod tests {
             assert_eq!(details(&error), Some("Traceback:\n  File\nE: x"));
             let expected = "stage rl: plugin p 1: episode `a`: raised: E: x; its traceback is above (a batch)";
             assert_eq!(sentence(&error), expected);
+            assert_eq!(sentence_above_details(&error), expected.replace("above", "below"));
         }
     }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 static RUNNING: Mutex<Running> = Mutex::new(Running { groups: Vec::new(), folders: Vec::new() });
@@ -85,8 +85,11 @@ pub fn child_output(command: &mut Command) -> io::Result<Output> {
     child.wait_with_output()
 }
 
+/// Longest time between two looks at the progress of a child.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Like [`child_output`], for a child that is killed with all of its processes once the value of `progress` has not changed for
-/// `limit` of wall time (at most twice that). The bool is true if it was killed.
+/// `limit` of wall time. The bool is true if it was killed.
 ///
 /// # Errors
 /// The program cannot be started.
@@ -99,14 +102,15 @@ pub fn child_output_within(
     let group = child.id();
     let (runs, ended) = channel::<()>();
     let watch = std::thread::spawn(move || {
-        let mut last = progress();
-        while ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+        let (mut last, mut since) = (progress(), Instant::now());
+        while ended.recv_timeout(limit.min(LOOK_INTERVAL)) == Err(RecvTimeoutError::Timeout) {
             let now = progress();
-            if now == last {
+            if now != last {
+                (last, since) = (now, Instant::now());
+            } else if since.elapsed() >= limit {
                 kill_group(group);
                 return true;
             }
-            last = now;
         }
         false
     });
@@ -144,7 +148,6 @@ impl Drop for Scratch {
 mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
-    use std::time::Instant;
 
     fn shell(script: &str) -> Command {
         let mut command = Command::new("sh");
@@ -160,6 +163,17 @@ mod tests {
         let (output, is_killed) = child_output_within(&mut command, Duration::from_millis(200), || 0).unwrap();
         assert!(is_killed && !output.status.success() && output.stdout == b"begun\n", "{output:?}");
         assert!(started.elapsed() < Duration::from_secs(30));
+    }
+
+    /// Regression: progress at the start counted for the whole first window, which doubled the limit.
+    #[test]
+    fn the_limit_begins_at_the_last_progress() {
+        let started = Instant::now();
+        let progress = move || u64::from(started.elapsed() > Duration::from_millis(100));
+        let (_, is_killed) =
+            child_output_within(&mut shell("exec sleep 60"), Duration::from_secs(4), progress).unwrap();
+        let elapsed = started.elapsed();
+        assert!(is_killed && elapsed < Duration::from_secs(7), "{elapsed:?}");
     }
 
     #[test]

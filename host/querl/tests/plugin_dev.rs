@@ -95,8 +95,23 @@ fn check_picture(project: &Project, file: &str, line: u64) {
     assert_eq!(scores["since_recording"]["n_compared"], json!(4));
     let (_, other) = dev(project, &["--set", "max_chars=40"]);
     assert_eq!(other["scores"]["since_recording"]["n_changed"], json!(4), "{other:#}");
-    let (_, refused) = dev(project, &["--set", "max_chars=0"]);
+    // Symptom: exit code 1, as for what has to be repaired in the plugin.
+    for (value, got) in [("0", "0"), ("viel", "\"viel\"")] {
+        let set = format!("max_chars={value}");
+        let args =
+            ["plugin", "dev", "length", "--episodes", "episodes.jsonl", "--once", "--no-component", "--set", set.as_str()];
+        let refused = project.refusal(&args, 2);
+        let expected = format!("length: --set: setting `max_chars`: expected a number from 1 to 1000, got {got}");
+        assert_eq!(refused, expected);
+    }
+    // Without settings in plugin.toml, the plugin refuses the value.
+    let manifest = project.read("length/plugin.toml");
+    let (head, _) = manifest.split_once("[settings.max_chars]").unwrap();
+    project.write("length/plugin.toml", head);
+    let (code, refused) = dev(project, &["--set", "max_chars=0"]);
+    assert_eq!(code, Some(2), "{refused:#}");
     assert!(refused["refused"]["message"].as_str().unwrap().contains("setting `max_chars`"), "{refused:#}");
+    project.write("length/plugin.toml", &manifest);
 }
 
 #[test]
@@ -276,6 +291,41 @@ fn plugin_without_episodes_or_of_another_kind_is_explained() {
     project.querl(&["plugin", "new", "keep", "--kind", "filter", "--lang", "python"]).ok();
     let other = project.refusal(&["plugin", "dev", "keep", "--episodes", "episodes.jsonl", "--once"], 2);
     assert!(other.contains("keep is no reward: episodes are for rewards"), "{other}");
+}
+
+/// Symptom: "`format` is missing" for a file of `faults/`.
+#[test]
+fn a_file_of_a_fault_is_refused_with_the_command_that_reads_it() {
+    let project = project("python");
+    let fault =
+        json!({ "plugin": "p", "version": "0.1.0", "path": "p", "role": "reward", "message": "m", "settings": {} });
+    project.write("fault.jsonl", &format!("{}\n{}", json!({ "fault": fault }), project.read("episodes.jsonl")));
+    let refused = project.refusal(&["plugin", "dev", "length", "--episodes", "fault.jsonl", "--once"], 2);
+    let expected = "fault.jsonl: is the call of a fault in a run; `querl plugin replay fault.jsonl` repeats it";
+    assert_eq!(refused, expected);
+}
+
+/// Symptom: of a filter in JavaScript that cannot be loaded, `dev` named no error, only the file of tests that failed.
+#[test]
+fn an_error_of_a_filter_in_javascript_is_named_with_its_line() {
+    if !has("node") {
+        return;
+    }
+    let project = Project::new();
+    project.querl(&["plugin", "new", "keep", "--kind", "filter", "--lang", "javascript"]).ok();
+    let source = project.read("keep/plugin.js");
+    let args = ["plugin", "dev", "keep", "--once", "--no-component", "--json"];
+    let output = |text: &str| {
+        project.write("keep/plugin.js", text);
+        let said = project.querl(&args);
+        let picture: Value = serde_json::from_str(&said.stdout).unwrap_or_else(|_| panic!("{said:#?}"));
+        picture["tests"]["output"].as_str().unwrap_or_default().to_owned()
+    };
+    let line = source.lines().position(|line| line.starts_with("export default")).unwrap() + 1;
+    let broken = output(&source.replace("export default", "export default )"));
+    assert!(broken.ends_with(&format!("\n  plugin.js:{line}  SyntaxError: Unexpected token ')'")), "{broken}");
+    let renamed = output(&source.replace("  check(", "  chekc("));
+    assert!(renamed.contains(&format!("\n  plugin.js:{line}  TypeError: `Length` has no method `check`")), "{renamed}");
 }
 
 #[test]

@@ -5,7 +5,7 @@ import { log as logOfHost } from "querl:plugin/log@0.2.0";
 import { get } from "querl:plugin/settings@0.2.0";
 import { sendLogTo } from "../log.js";
 import { Settings } from "../settings.js";
-import { CallFailure, Candidate, Episode, Message } from "../types.js";
+import { CallFailure, Candidate, Episode, Message, notFinite, notNamed, shown } from "../types.js";
 
 sendLogTo((level, message) => logOfHost(level, message));
 
@@ -68,16 +68,18 @@ function candidate(value) {
 
 /** Checks a score and converts it to the contract's type. JSON would encode NaN as null. Adding 0 converts -0, which JSON lacks, to 0. */
 export function score(value) {
-  if (typeof value?.total !== "number") {
-    throw new TypeError(`the result is ${JSON.stringify(value)}; expected { total: NUMBER, components: { NAME: NUMBER } }`);
+  if (value === null || typeof value !== "object") {
+    throw new TypeError(`the result is ${shown(value)}; expected { total: NUMBER, components: { NAME: NUMBER } }`);
   }
   const components = [];
+  // Same as `Array.isArray`, without a function call.
+  if (value.components?.constructor === Array) throw new TypeError(notNamed(value.components));
   for (const name in value.components) components.push({ name, value: number(name, value.components[name]) });
   return { total: number("total", value.total), components };
 }
 
 function number(name, value) {
   // Same as `Number.isFinite`, without a function call.
-  if (typeof value !== "number" || value - value !== 0) throw new TypeError(`\`${name}\` is ${String(value)}; expected a finite number`);
+  if (typeof value !== "number" || value - value !== 0) throw new TypeError(notFinite(name, value));
   return value + 0;
 }

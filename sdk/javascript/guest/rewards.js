@@ -1,5 +1,6 @@
 // The interfaces `rewards` and `group-rewards`, and `json-rewards`, which gives the same results.
 
+import { rangeOf } from "../description.js";
 import { Episode } from "../types.js";
 import * as host from "./host.js";
 
@@ -24,7 +25,7 @@ export function jsonRewardsOf(plugin) {
 }
 
 function range(type) {
-  const [min, max] = new type(host.settings()).range();
+  const [min, max] = rangeOf(new type(host.settings()));
   return { min, max };
 }
 

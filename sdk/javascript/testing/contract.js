@@ -3,6 +3,7 @@
 
 import assert from "node:assert/strict";
 import { isDeepStrictEqual } from "node:util";
+import { rangeOf } from "../description.js";
 import { Settings } from "../settings.js";
 import { Message, Rejection } from "../types.js";
 import { candidate, declared, dialogue, episode, failed, sample, styleModel, withHostFunctions } from "./builders.js";
@@ -26,7 +27,7 @@ export function checkContract(plugin, settings = {}) {
 }
 
 function checkRange(make) {
-  const [low, high] = make().range();
+  const [low, high] = rangeOf(make());
   const finite = Number.isFinite(low) && Number.isFinite(high);
   expect(finite && low < high, "range()", [low, high], "two finite numbers, the first below the second");
   return [low, high];
@@ -69,7 +70,7 @@ function checkScores(make, sent, call, low, high) {
 }
 
 function checkScore(score, sent, low, high) {
-  const inRange = score?.total >= low && score.total <= high;
+  const inRange = typeof score?.total === "number" && score.total >= low && score.total <= high;
   expect(inRange, sent, score, `a total from ${low} to ${high}, or a thrown Rejection`);
   expect(Object.keys(score.components ?? {}).length <= 64, sent, score, "at most 64 components");
   for (const [name, value] of Object.entries(score.components ?? {})) {

@@ -49,6 +49,15 @@ const FORM = {
   messages: [Array.isArray, "a list of messages"],
 };
 
+/** Checks of the values in `settings`, by type, with the type in words. */
+const SETTINGS = {
+  text: [(value) => typeof value === "string", "a text"],
+  number: [isNumber, "a number"],
+  integer: [Number.isInteger, "a whole number"],
+  flag: [(value) => typeof value === "boolean", "true or false"],
+  texts: [(value) => Array.isArray(value) && value.every((entry) => typeof entry === "string"), "a list of texts"],
+};
+
 /** Keys of a case other than the key of its input. */
 const OTHER_KEYS = ["name", "settings", "input", "style_model", "calls", "expect"];
 
@@ -63,11 +72,17 @@ export function readGolden(folder) {
 export function checkGolden(plugin, folder) {
   const cases = readGolden(folder);
   assert.ok(cases.length > 0, `${folder} holds no case`);
-  const known = describe(plugin).settings.map((spec) => spec.key);
+  const specs = describe(plugin).settings;
+  const known = specs.map((spec) => spec.key);
   const names = known.length > 0 ? `expected one of \`${known.join("`, `")}\`` : "the plugin has no settings";
   for (const each of cases) {
     const unknown = Object.keys(each.settings).find((key) => !known.includes(key));
     assert.ok(!unknown, `${each.place} \`${each.name}\`: unknown setting \`${unknown}\`, ${names}`);
+    for (const spec of specs.filter(({ key }) => Object.hasOwn(each.settings, key))) {
+      const value = each.settings[spec.key];
+      const problem = `expected ${inWords(spec)}, got ${JSON.stringify(value)}`;
+      assert.ok(SETTINGS[spec.valueType][0](value), `${each.place} \`${each.name}\`: setting \`${spec.key}\`: ${problem}`);
+    }
     const type = plugin.kinds[KIND_OF[each.about]];
     assert.ok(type, `${each.place} \`${each.name}\` is for a ${KIND_OF[each.about]}, which the plugin has not`);
     const returned = withCallsTo(recorded(each.calls), () => answers(new type(new Settings(each.settings)), each));
@@ -75,6 +90,16 @@ export function checkGolden(plugin, folder) {
     assert.ok(agrees(returned, each), `${each.place} \`${each.name}\`: ${said}`);
   }
   return cases.length;
+}
+
+/** The allowed values of a setting, in the words of the host. */
+function inWords({ valueType, minimum, maximum, choices }) {
+  if (choices?.length > 1) return `${choices.slice(0, -1).join(", ")} or ${choices.at(-1)}`;
+  if (choices?.length === 1) return choices[0];
+  const [, kind] = SETTINGS[valueType];
+  if (minimum !== undefined && maximum !== undefined) return `${kind} from ${minimum} to ${maximum}`;
+  if (minimum !== undefined) return `${kind} of ${minimum} or more`;
+  return maximum === undefined ? kind : `${kind} of at most ${maximum}`;
 }
 
 function goldenCase(place, value) {

@@ -273,3 +273,25 @@ test("dev: a range of what is no number is refused", () => {
   const [{ refused }] = dev({ "plugin.js": source, "parts/share.js": SHARE }, [line("plain")]);
   assert.match(refused.message, /declares the range 0 to Infinity; expected two finite numbers/);
 });
+
+test("dev: a range that is not two numbers is named", () => {
+  // Symptom: the line of the range could not be read, which ended the command.
+  const refused = (text) => dev({ "plugin.js": LENGTH.replace("[0, 1]", text), "parts/share.js": SHARE }, [line("plain")])[0].refused;
+  for (const [returned, words] of [["1.0", "1"], ['["0", 1]', '["0", 1]'], ["[0, 1, 2]", "[0, 1, 2]"]]) {
+    const message = `TypeError: plugin.js: \`Length.range\` returned ${words}; expected two numbers [low, high]`;
+    assert.deepEqual(refused(returned), { message });
+  }
+});
+
+test("dev: a total or component of another type is named with its type", () => {
+  // Symptom: "`total` is 0.5; expected a finite number" for the text "0.5".
+  for (const [score, message] of [
+    ['{ total: "0.5" }', '`total` is "0.5", a text; expected a finite number'],
+    ["{ total: 1n }", "`total` is 1n, a BigInt; expected a finite number"],
+    ["{ total: 0, components: { a: null } }", "`a` is null; expected a finite number"],
+    ['{ total: 0, components: [["a", 1]] }', '`components` is [["a", 1]]; expected an object with a number for each name'],
+  ]) {
+    const source = LENGTH.replace('if (query === "log")', `return ${score};\n    if (query === "log")`);
+    assert.deepEqual(scores({ "plugin.js": source, "parts/share.js": SHARE }, [line("plain")]), [{ fault: { message } }]);
+  }
+});

@@ -96,6 +96,9 @@ test("golden cases pass and a wrong one is named with what came back", () => {
   assert.throws(() => checkGolden(reward, folderWith("a.jsonl", odd)), /a.jsonl:1: `expect` is missing in `case`/);
   const setting = { ...right, settings: { scal: 8 } };
   assert.throws(() => checkGolden(reward, folderWith("a.jsonl", setting)), /a.jsonl:1 `四个字`: unknown setting `scal`, expected one of .*`scale`/);
+  // Symptom: `querl plugin test` refused a case that passed here.
+  const text = { ...right, settings: { scale: "8" } };
+  assert.throws(() => checkGolden(reward, folderWith("a.jsonl", text)), /a.jsonl:1 `四个字`: setting `scale`: expected a number .*, got "8"$/);
   const misspelt = { ...GOLDEN, expect: { total: 0.5, totl: 1 } };
   const unknown = /a.jsonl:1: unknown key `totl` in `expect`, expected one of `total`, `tolerance`, /;
   assert.throws(() => checkGolden(reward, folderWith("a.jsonl", misspelt)), unknown);
@@ -108,6 +111,36 @@ test("golden cases pass and a wrong one is named with what came back", () => {
   }
   const other = { name: "x", episod: {}, expect: { total: 1 } };
   assert.throws(() => checkGolden(reward, folderWith("a.jsonl", other)), /a.jsonl:1: unknown key `episod`, expected one of `episode`, /);
+});
+
+test("settings of golden cases have the types of the host", () => {
+  class Typed {
+    constructor(settings) {
+      settings.text("text", "");
+      settings.choice("choice", "a", ["a", "b"]);
+      settings.number("number", 0.5, { minimum: 0.25 });
+      settings.integer("integer", 1, { maximum: 9 });
+      settings.flag("flag", false);
+      settings.texts("texts");
+    }
+    check() {}
+  }
+  const typed = plugin({ filter: Typed });
+  const checked = (settings) => {
+    const samples = [{ original_query: "a", rewritten_query: "b" }];
+    return checkGolden(typed, folderWith("a.jsonl", { name: "a", samples, settings, expect: ["keep"] }));
+  };
+  assert.equal(checked({ text: "x", choice: "b", number: 1, integer: 2, flag: true, texts: ["x"] }), 1);
+  for (const [key, value, problem] of [
+    ["text", 1, "expected a text, got 1"],
+    ["choice", true, "expected a or b, got true"],
+    ["number", "1", 'expected a number of 0.25 or more, got "1"'],
+    ["integer", 2.5, "expected a whole number of at most 9, got 2.5"],
+    ["flag", "true", 'expected true or false, got "true"'],
+    ["texts", ["x", 1], 'expected a list of texts, got ["x",1]'],
+  ]) {
+    assert.throws(() => checked({ [key]: value }), ({ message }) => message.endsWith(`a.jsonl:1 \`a\`: setting \`${key}\`: ${problem}`));
+  }
 });
 
 test("golden cases have the results of host functions", () => {

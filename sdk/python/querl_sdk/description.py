@@ -46,5 +46,14 @@ def describe(classes: Mapping[str, type]) -> Description:
         inputs |= {name: inputs.get(name, False) for name in getattr(plugin, "uses", ())}
         inputs |= {name: True for name in getattr(plugin, "requires", ())}
     has_defaults = all(spec.default is not None for spec in specs.values())
-    low_high = next((plugin.range() for plugin in plugins if hasattr(plugin, "range")), None) if has_defaults else None
+    low_high = next((range_of(plugin) for plugin in plugins if hasattr(plugin, "range")), None) if has_defaults else None
     return Description(list(classes), list(specs.values()), low_high, inputs)
+
+
+def range_of(plugin: Any) -> tuple[float, float]:
+    """The range of a reward. Raises :class:`TypeError` if its ``range`` does not return two numbers."""
+    returned = plugin.range()
+    if isinstance(returned, (tuple, list)) and len(returned) == 2 and all(isinstance(bound, (int, float)) for bound in returned):
+        return float(returned[0]), float(returned[1])
+    file = type(plugin).__module__.replace(".", "/")
+    raise TypeError(f"{file}.py: `{type(plugin).__name__}.range` returned {returned!r}; expected two numbers (low, high)")

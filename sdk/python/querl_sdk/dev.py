@@ -4,8 +4,8 @@
 and the file to write. A line of results is a JSON object: first `{"range": [low, high]}`; `{"begun": id}` before each episode or group, as
 it begins; then for each episode `{"scored": ...}`, `{"rejected": ...}` or `{"fault": {"message", "file", "line"}}`, with its log lines under
 `log`; and last `{"seconds": ...}`, the time that scoring took. Where the plugin cannot be imported or refuses a setting,
-`{"refused": {"message", "file", "line"}}` is the only line. The environment variable `QUERL_HOST_FUNCTIONS` has the interfaces that
-plugin.toml declares.
+`{"refused": {"message", "file", "line"}}` is the only line. A log line of the level `component` names what a component cannot do. The
+environment variable `QUERL_HOST_FUNCTIONS` has the interfaces that plugin.toml declares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from . import host, log
-from .description import describe
+from .description import describe, range_of
 from .recording import recorded
 from .registry import exported
 from .reward import Score
@@ -50,13 +50,21 @@ class _StillRuns(BaseException):
         return f"still ran after {LIMIT_S} s: an endless loop, or a regular expression that tries too many ways"
 
 
+_MAX_REMARKS = 5
+"""Maximum number of remarks about one operation, for a plugin that opens a file per episode."""
+
+_PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty")
+_FILES = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename", "os.rmdir")
+
+
 class _Watch:
     """Context manager around the plugin's code: enforces the time limit, and logs operations that a component cannot do."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.is_on = False
+        self._folder = folder
         self._cpu = self._wall = 0.0
-        self._seen: set[str] = set()
+        self._seen: dict[str, set[str]] = {}
         self.remark: Callable[[str], None] | None = None
         """Logs an operation that a component cannot do; set from the first episode on."""
         sys.addaudithook(self._audit)
@@ -86,19 +94,35 @@ class _Watch:
         remark = ""
         if event == "import":
             remark = f"imports `{args[0]}` in a call: a component has only the modules that were loaded when it was built; import it at the top of plugin.py"
-        elif event == "open" and not str(args[0]).endswith((".py", ".pyc")):
-            remark = f"opens `{args[0]}`: a component has no files; have the data in a module next to plugin.py"
-        elif event in ("socket.connect", "socket.getaddrinfo"):
+        elif event in _FILES and not str(args[0]).endswith((".py", ".pyc")):
+            verb = "opens" if event == "open" else "uses"
+            remark = f"{verb} `{args[0]}`: a component has no files; have the data in a module next to plugin.py"
+        elif event.startswith("socket."):
             remark = "calls the network: a component has none"
-        if remark and remark not in self._seen:
-            self._seen.add(remark)
+        elif event in _PROCESSES:
+            remark = "starts a process: a component cannot"
+        seen = self._seen.setdefault(event.split(".")[0], set())
+        if remark and remark not in seen and len(seen) < _MAX_REMARKS and self._is_of_plugin():
+            seen.add(remark)
             self.remark(remark)
+
+    def _is_of_plugin(self) -> bool:
+        """True if the plugin's code, or a function that it calls, makes the audited operation. False for what an import does in turn."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith("<frozen importlib"):
+                return False
+            if _own(file, self._folder):
+                return True
+            frame = frame.f_back
+        return False
 
 
 def main(folder: str, episodes: str, settings: str, results: str) -> None:
     """Scores the episodes and writes the results."""
     gc.disable()  # episodes are many objects without reference cycles
-    watch = _Watch()
+    watch = _Watch(Path(folder))
     with open(results, "w", encoding="utf-8") as file, contextlib.closing(watch):
         for result in _results(Path(folder), Path(episodes), json.loads(settings), watch):
             file.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -116,7 +140,7 @@ def _results(folder: Path, path: Path, settings: dict[str, Any], watch: _Watch) 
                 raise TypeError("plugin.py exports no reward")
             inputs = describe(classes).inputs
             plugin = classes[kind](Settings(settings))
-            low, high = (float(bound) for bound in plugin.range())
+            low, high = range_of(plugin)
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError(f"declares the range {low} to {high}; expected two finite numbers, the first below the second")
     except SettingError as error:
@@ -135,7 +159,7 @@ def _results(folder: Path, path: Path, settings: dict[str, Any], watch: _Watch) 
     yield {"range": [low, high]}
     written: list[str] = []
     log._send_to(lambda level, message: written.append(f"{level}: {message}"))
-    watch.remark = log.warn
+    watch.remark = lambda message: written.append(f"component: {message}")
     results: list[dict[str, Any]] = [{} for _ in lines]
     seconds, n_stopped = 0.0, 0
     for members in groups.values():
@@ -225,10 +249,17 @@ def _place(error: BaseException, folder: Path) -> dict[str, Any]:
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno))
     for file, line in reversed(frames):
-        path = Path(file)
-        if path.is_relative_to(folder) and not {"vendor", ".venv"} & set(path.relative_to(folder).parts):
-            return {"message": message, "file": str(path.relative_to(folder)), "line": line}
+        if own := _own(file, folder):
+            return {"message": message, "file": str(own), "line": line}
     return {"message": message}
+
+
+def _own(file: str, folder: Path) -> Path | None:
+    """The path of a source file of the plugin in its folder; None for other files."""
+    path = Path(file)
+    if path.is_relative_to(folder) and not {"vendor", ".venv"} & set(path.relative_to(folder).parts):
+        return path.relative_to(folder)
+    return None
 
 
 if __name__ == "__main__":

@@ -128,9 +128,38 @@ class TestDev(unittest.TestCase):
         plugin = REWARD.format(body="import wave\n        open('/dev/null').close()\n        return Score(0.5)")
         results = results_of(plugin, [episode("a", "q"), episode("b", "q")])
         logged = results[1]["log"]
-        self.assertTrue(any(line.startswith("warn: imports `wave` in a call") for line in logged), logged)
-        self.assertIn("warn: opens `/dev/null`: a component has no files; have the data in a module next to plugin.py", logged)
+        self.assertTrue(any(line.startswith("component: imports `wave` in a call") for line in logged), logged)
+        self.assertIn("component: opens `/dev/null`: a component has no files; have the data in a module next to plugin.py", logged)
         self.assertNotIn("log", results[2])
+
+    def test_of_imports_only_those_of_the_plugin_are_remarked(self) -> None:
+        """Symptom: the imports of imported modules, 63 lines, hid the remark about the network."""
+        body = """import csv, concurrent.futures
+        import os, socket
+        os.listdir("/")
+        for n in range(9):
+            try:
+                open(f"/nowhere/{n}")
+            except OSError:
+                pass
+        try:
+            socket.socket().connect(("127.0.0.1", 1))
+        except OSError:
+            pass
+        return Score(0.5)"""
+        results = results_of(REWARD.format(body=body), [episode("a", "q")])
+        said = [line.split(":")[1].removesuffix(" in a call").strip() for line in results[1]["log"]]
+        imports = [f"imports `{module}`" for module in ("csv", "concurrent.futures", "socket")]
+        opens = [f"opens `/nowhere/{n}`" for n in range(5)]
+        self.assertEqual(said, [*imports, "uses `/`", *opens, "calls the network"])
+
+    def test_a_range_that_is_not_two_numbers_is_named(self) -> None:
+        """Symptom: `TypeError: 'float' object is not iterable`, without file, line and method."""
+        plugin = REWARD.format(body="return Score(0.5)")
+        for returned in ("1.0", "(0.0, 1.0, 2.0)", "('0', '1')", "None"):
+            [refused] = results_of(plugin.replace("0.0, 1.0", returned), [episode("a", "q")])
+            expected = f"TypeError: plugin.py: `Odd.range` returned {returned}; expected two numbers (low, high)"
+            self.assertEqual(refused, {"refused": {"message": expected}})
 
     def test_a_result_that_is_none_of_the_contract_is_a_fault(self) -> None:
         """Symptom: `Score(0.5, None)` ended the run with the traceback of the SDK."""

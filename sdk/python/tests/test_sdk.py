@@ -198,7 +198,40 @@ class Distinct(GroupReward):
         return [Score(1 / rewrites.count(rewrite)) if rewrite else Rejection("no_rewrite") for rewrite in rewrites]
 
 
+class Typed(Filter):
+    """Reads a setting of each type."""
+
+    def __init__(self, settings: Settings) -> None:
+        settings.text("text", "")
+        settings.choice("choice", "a", ["a", "b"])
+        settings.number("number", 0.5, minimum=0.25)
+        settings.integer("integer", 1, maximum=9)
+        settings.flag("flag", False)
+        settings.texts("texts")
+
+    def check(self, sample: Sample) -> None:
+        pass
+
+
 class TestTesting(unittest.TestCase):
+    def test_settings_of_golden_cases_have_the_types_of_the_host(self) -> None:
+        case = {"name": "a", "samples": [{"original_query": "a", "rewritten_query": "b"}], "expect": ["keep"]}
+        valid = {"text": "x", "choice": "b", "number": 1, "integer": 2, "flag": True, "texts": ["x"]}
+        self.assertEqual(check_golden(Typed, folder_with("a.jsonl", {**case, "settings": valid})), 1)
+        for key, value, problem in [
+            ("text", 1, "expected a text, got 1"),
+            ("choice", True, "expected a or b, got true"),
+            ("number", "1", 'expected a number of 0.25 or more, got "1"'),
+            ("number", True, "expected a number of 0.25 or more, got true"),
+            ("integer", 2.5, "expected a whole number of at most 9, got 2.5"),
+            ("flag", "true", 'expected true or false, got "true"'),
+            ("texts", '["x"]', r'expected a list of texts, got "[\"x\"]"'),
+            ("texts", ["x", 1], 'expected a list of texts, got ["x", 1]'),
+        ]:
+            with self.assertRaises(AssertionError) as raised:
+                check_golden(Typed, folder_with("a.jsonl", {**case, "settings": {key: value}}))
+            self.assertTrue(str(raised.exception).endswith(f"a.jsonl:1 `a`: setting `{key}`: {problem}"), raised.exception)
+
     def test_golden_cases_pass_and_a_wrong_one_is_named_with_what_came_back(self) -> None:
         right = {**GOLDEN, "settings": {"scale": 8}, "expect": {"total": 0.5, "components": {"n_chars": 4}}}
         self.assertEqual(check_golden(Length, folder_with("a.jsonl", right)), 1)
@@ -207,6 +240,9 @@ class TestTesting(unittest.TestCase):
             check_golden(Length, folder_with("a.jsonl", right, wrong))
         with self.assertRaisesRegex(AssertionError, r"a.jsonl:1 `四个字`: unknown setting `scal`, expected one of .*`scale`"):
             check_golden(Length, folder_with("a.jsonl", {**right, "settings": {"scal": 8}}))
+        # Symptom: `querl plugin test` refused a case that passed here.
+        with self.assertRaisesRegex(AssertionError, r'a.jsonl:1 `四个字`: setting `scale`: expected a number from 1 to 100, got "8"$'):
+            check_golden(Length, folder_with("a.jsonl", {**right, "settings": {"scale": "8"}}))
         with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `totl` in `expect`, expected one of `total`, `tolerance`, "):
             check_golden(Length, folder_with("a.jsonl", {**GOLDEN, "expect": {"total": 0.5, "totl": 1}}))
         for expect, message in [

@@ -70,6 +70,8 @@ pub enum SettingType {
 #[derive(Debug, Clone)]
 struct Value {
     text: String,
+    /// JSON form of a text in a golden case. It is read where another type is expected, and refused there.
+    quoted: Option<String>,
     /// True once the plugin has read the setting. Clones share the flag.
     is_read: Arc<AtomicBool>,
 }
@@ -90,9 +92,16 @@ impl Settings {
     /// Settings for a test. Lists are JSON: `["a", "b"]`.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn from_pairs<K: Into<String>, V: Into<String>>(pairs: impl IntoIterator<Item = (K, V)>) -> Self {
-        let value = |text: V| Value { text: text.into(), is_read: Arc::default() };
+        let value = |text: V| Value { text: text.into(), quoted: None, is_read: Arc::default() };
         let pairs = pairs.into_iter().map(|(key, text)| (key.into(), value(text))).collect();
         Self { source: Source::Pairs(pairs) }
+    }
+
+    /// Settings of a golden case: key, text form, and for a text its JSON form. The text "40" is no number, as in a configuration.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub(crate) fn of_golden_case(values: impl IntoIterator<Item = (String, String, Option<String>)>) -> Self {
+        let value = |(key, text, quoted)| (key, Value { text, quoted, is_read: Arc::default() });
+        Self { source: Source::Pairs(values.into_iter().map(value).collect()) }
     }
 
     /// Calls `read` with empty settings and returns the settings that it reads, in order, each key once.
@@ -111,7 +120,8 @@ impl Settings {
             Source::Pairs(pairs) => {
                 let value = pairs.get(key)?;
                 value.is_read.store(true, Ordering::Relaxed);
-                Some(value.text.clone())
+                let quoted = value.quoted.as_ref().filter(|_| value_type != SettingType::Text);
+                Some(quoted.unwrap_or(&value.text).clone())
             }
             Source::Recording(kept) => {
                 let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);

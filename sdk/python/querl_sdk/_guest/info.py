@@ -36,7 +36,7 @@ def info_of(name: str, version: str, docs: Mapping[str, str]) -> type:
         version,
         [case_of(wit, "Kind", kind) for kind in described.kinds],
         settings,
-        None if described.range is None else wit_types.Bounds(*map(float, described.range)),
+        None if described.range is None else wit_types.Bounds(*described.range),
         [wit.InputUse(case_of(wit, "Input", input), required) for input, required in described.inputs.items()],
     )
 

@@ -7,6 +7,7 @@ from json.encoder import encode_basestring as quoted
 from componentize_py_types import Err, Ok
 from wit_world.imports import types as wit
 
+from ..description import range_of
 from ..registry import exported
 from ..reward import Score
 from ..types import Episode, Rejection
@@ -52,8 +53,7 @@ class JsonRewards:
 
 
 def _range(kind: str):
-    low, high = exported()[kind](host.settings()).range()
-    return wit.Bounds(float(low), float(high))
+    return wit.Bounds(*range_of(exported()[kind](host.settings())))
 
 
 def _scored(plugin, episode: Episode):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..description import range_of
 from ..filter import Filter
 from ..prompt import Prompt, PromptInput, PromptTask
 from ..reward import GroupReward, Reward, Score
@@ -44,7 +45,7 @@ def check_contract(plugin: type[Any], settings: Mapping[str, object] | None = No
 
 
 def _range(make: Callable[[], Any]) -> tuple[float, float]:
-    low, high = make().range()
+    low, high = range_of(make())
     finite = math.isfinite(low) and math.isfinite(high)
     _expect(finite and low < high, "range()", (low, high), "two finite numbers, the first below the second")
     return low, high

@@ -14,7 +14,7 @@ from ..filter import Filter
 from ..prompt import Prompt, PromptTask
 from ..recording import recorded
 from ..reward import GroupReward, Reward, Score
-from ..settings import Settings
+from ..settings import Settings, SettingSpec
 from ..style import StyleScorer
 from ..types import Message, Rejection
 from . import json_form
@@ -66,6 +66,15 @@ _FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Checks of the values in `expect`, by key, with the expected type in words. Other keys have texts."""
 
+_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "text": (_is_text, "a text"),
+    "number": (_is_number, "a number"),
+    "integer": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+    "flag": (lambda value: isinstance(value, bool), "true or false"),
+    "texts": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
+}
+"""Checks of the values in `settings`, by type, with the type in words."""
+
 
 @dataclass
 class GoldenCase:
@@ -101,11 +110,14 @@ def check_golden(plugin: type, folder: Path | str) -> int:
     cases = [case for case in read_golden(folder) if issubclass(plugin, _ABOUT[case.about])]
     assert cases, f"{folder} holds no case for {plugin.__name__}"
     # A case may set what another class of the plugin reads.
-    known = [spec.key for spec in describe({"": plugin, **(registry._exported or {})}).settings]
+    known = {spec.key: spec for spec in describe({"": plugin, **(registry._exported or {})}).settings}
     for case in cases:
-        for key in case.settings:
+        for key, value in case.settings.items():
             names = f"expected one of {', '.join(f'`{name}`' for name in known)}" if known else "the plugin has no settings"
             assert key in known, f"{case.place} `{case.name}`: unknown setting `{key}`, {names}"
+            is_valid, _ = _SETTINGS[known[key].value_type]
+            problem = f"expected {_in_words(known[key])}, got {json.dumps(value, ensure_ascii=False)}"
+            assert is_valid(value), f"{case.place} `{case.name}`: setting `{key}`: {problem}"
         before = host._send_to(recorded(case.calls))
         try:
             returned = _answers(plugin(Settings(case.settings)), case)
@@ -113,6 +125,23 @@ def check_golden(plugin: type, folder: Path | str) -> int:
             host._send_to(before)
         assert _agrees(returned, case), f"{case.place} `{case.name}`: expected {case.expect!r}; returned {returned!r}"
     return len(cases)
+
+
+def _in_words(spec: SettingSpec) -> str:
+    """The allowed values of a setting, in the words of the host."""
+    if spec.choices:
+        *most, last = spec.choices
+        return f"{', '.join(most)} or {last}" if most else last
+    _, kind = _SETTINGS[spec.value_type]
+    low, high = (bound if bound is None or not bound.is_integer() else int(bound) for bound in (spec.minimum, spec.maximum))
+    match (low is not None, high is not None):
+        case (True, True):
+            return f"{kind} from {low} to {high}"
+        case (True, False):
+            return f"{kind} of {low} or more"
+        case (False, True):
+            return f"{kind} of at most {high}"
+    return kind
 
 
 def _case(place: str, value: Any) -> GoldenCase:

@@ -34,7 +34,10 @@ impl GoldenTypes for SdkTypes {
     type Call = HostCallForm;
 
     fn settings(value: Map<String, Value>) -> Result<Settings, String> {
-        Ok(Settings::from_pairs(value.into_iter().map(|(key, value)| (key, setting(value)))))
+        Ok(Settings::of_golden_case(value.into_iter().map(|(key, value)| {
+            let quoted = value.is_string().then(|| value.to_string());
+            (key, setting(value), quoted)
+        })))
     }
 
     fn episode(value: Value) -> Result<Episode, String> {
@@ -500,6 +503,15 @@ mod tests {
             let error = one(line).err().unwrap();
             assert!(error.contains(expected), "{error}");
         }
+    }
+
+    /// Regression: `querl plugin test` refused a case that passed here.
+    #[test]
+    fn a_text_is_no_number() {
+        let line = format!(r#"{{"name": "a", {EPISODE}, "settings": {{"scale": "0.5"}}, "expect": {{"total": 0.4}}}}"#);
+        let expected =
+            "the plugin refuses its settings: setting `scale`: expected a number from 0 to 10, got `\"0.5\"`";
+        assert_eq!(panic_of(|| _ = cases(&[&line]).reward::<TopHit>()), expected);
     }
 
     #[test]

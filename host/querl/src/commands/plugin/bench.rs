@@ -87,6 +87,8 @@ struct Bench {
 
 #[derive(Debug, Clone, Copy)]
 struct Call {
+    /// Items of the batch that the host passed: one, if the plugin has host functions.
+    n_items: usize,
     fuel: u64,
     wall: Duration,
     memory_bytes: usize,
@@ -105,7 +107,8 @@ struct Heard(Arc<Mutex<Vec<Call>>>);
 
 impl Heard {
     fn add(&self, report: &CallReport<'_>) {
-        let call = Call { fuel: report.fuel, wall: report.wall, memory_bytes: report.memory_bytes };
+        let CallReport { n_items, fuel, wall, memory_bytes, .. } = *report;
+        let call = Call { n_items: n_items.max(1), fuel, wall, memory_bytes };
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(call);
     }
 
@@ -267,19 +270,21 @@ struct FuelCost {
 }
 
 impl FuelCost {
-    /// Estimates both parts from the batches of the same kind as `result`. Fuel per item: the difference between the largest and the
-    /// smallest batch size per additional item, plus the spread of the calls of the smallest, since items differ.
+    /// Estimates both parts from the calls of the same kind as `result`. Fuel per item: the difference between calls with the most and the
+    /// fewest items per additional item, plus the spread of the calls with the fewest, since items differ.
     fn of(results: &[Measured], result: &Measured) -> Self {
-        let of_kind = || results.iter().filter(|other| other.kind == result.kind);
-        let smallest = of_kind().min_by_key(|other| other.n_items).unwrap_or(result);
-        let largest = of_kind().max_by_key(|other| other.n_items).unwrap_or(result);
-        let fuel = |measured: &Measured| measured.calls.iter().map(|call| call.fuel as f64).collect::<Vec<_>>();
+        let calls = || results.iter().filter(|other| other.kind == result.kind).flat_map(|other| &other.calls);
+        let smallest = calls().map(|call| call.n_items).min().unwrap_or(1);
+        let largest = calls().map(|call| call.n_items).max().unwrap_or(1);
+        let fuel = |n_items: usize| {
+            calls().filter(|call| call.n_items == n_items).map(|call| call.fuel as f64).collect::<Vec<_>>()
+        };
         let most = |fuel: &[f64]| fuel.iter().copied().fold(0.0, f64::max);
         let least = |fuel: &[f64]| fuel.iter().copied().fold(f64::INFINITY, f64::min);
         let (few, many) = (fuel(smallest), fuel(largest));
-        let (call, n_more) = (most(&few), largest.n_items - smallest.n_items);
+        let (call, n_more) = (most(&few), largest - smallest);
         let item = match n_more {
-            0 => call / smallest.n_items as f64,
+            0 => call / smallest as f64,
             n_more => (most(&many) - least(&few)).max(0.0) / n_more as f64 + (call - least(&few)),
         };
         Self { call, item }
@@ -305,7 +310,7 @@ struct Figures {
 impl Figures {
     fn of(result: &Measured) -> Self {
         let by_item = |value: fn(&Call) -> f64| {
-            let mut values: Vec<f64> = result.calls.iter().map(|call| value(call) / result.n_items as f64).collect();
+            let mut values: Vec<f64> = result.calls.iter().map(|call| value(call) / call.n_items as f64).collect();
             values.sort_by(f64::total_cmp);
             let last = values.len().saturating_sub(1) as f64;
             [0.5, 0.95, 1.0].map(|share| values.get((last * share).round() as usize).copied().unwrap_or(f64::NAN))
@@ -387,7 +392,7 @@ mod tests {
     use super::*;
 
     fn result(n_items: usize, fuel: [u64; 2]) -> Measured {
-        let call = |fuel| Call { fuel, wall: Duration::from_millis(70), memory_bytes: 1_200_000 };
+        let call = |fuel| Call { n_items, fuel, wall: Duration::from_millis(70), memory_bytes: 1_200_000 };
         Measured { kind: PluginKind::Reward, n_items, calls: fuel.map(call).into() }
     }
 
@@ -403,6 +408,17 @@ mod tests {
     fn one_size_of_batch_gives_its_share_to_each_item() {
         let suggestion = Suggestion::of(&[result(10, [100, 200])], 2.0);
         assert_eq!((suggestion.fuel_per_call, suggestion.fuel_per_item), (400, 40));
+    }
+
+    /// Regression: a plugin with host functions gets one item per call; its figures were divided by the batch size.
+    #[test]
+    fn figures_are_by_item_of_the_call() {
+        let single = |n_items| Measured { n_items, ..result(1, [100, 100]) };
+        let results = [single(1), single(64)];
+        assert_eq!(Figures::of(&results[1]).fuel, [100.0; 3]);
+        assert_eq!(Figures::of(&results[1]).micros, [70_000.0; 3]);
+        let suggestion = Suggestion::of(&results, 2.0);
+        assert_eq!((suggestion.fuel_per_call, suggestion.fuel_per_item), (200, 200));
     }
 
     #[test]

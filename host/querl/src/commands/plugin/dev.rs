@@ -26,6 +26,7 @@ use querl_core::episodes::RecordedEpisode;
 use querl_core::records::{Episode, EpisodeRecord};
 use querl_eval::{Outcome, PluginSide};
 use querl_pipeline::failure::Stop;
+use querl_pipeline::faults::FaultFile;
 use querl_pipeline::interrupt;
 use querl_pipeline::plugins::host_options;
 use querl_plugin::{NativeFolder, PluginHost, PluginSettings, Scratch, kill_children};
@@ -111,18 +112,21 @@ impl Job {
         let source = NativeFolder::read(&args.folder)?;
         let manifest = Manifest::read(&source.folder).map_err(Stop::usage)?;
         let settings = parse_settings(&args.set, "--set")?;
-        // Only names are checked here, values by the plugin itself. Without settings in plugin.toml, the component checks the names.
+        // Without settings in plugin.toml, the plugin checks them.
         if !manifest.settings.is_empty() {
-            let mut unknown = settings.clone();
-            unknown.retain(|key, _| !manifest.settings.contains_key(key));
             let refused = |problem| Stop::usage(format!("{}: --set: {problem}", args.folder.display()));
-            manifest.check_settings(&unknown).map_err(refused)?;
+            manifest.check_settings(&settings).map_err(refused)?;
         }
         let is_reward = manifest.plugin.kinds.iter().any(|kind| matches!(kind, Kind::Reward | Kind::GroupReward));
         let (mut limits, mut recorded, mut notes) = (PluginLimits::default(), Vec::new(), Vec::new());
         match (&args.episodes, is_reward) {
             (Some(path), true) => {
                 let (file, config) = find(path)?;
+                if FaultFile::read(path)?.is_some() {
+                    let path = path.display();
+                    let expected = format!("`querl plugin replay {path}` repeats it");
+                    return Err(Stop::usage(format!("{path}: is the call of a fault in a run; {expected}")).into());
+                }
                 recorded = read(&file)?;
                 let mut outcomes: Vec<Option<Outcome>> =
                     recorded.iter_mut().map(|recorded| recorded.outcome.take()).collect();
@@ -255,9 +259,11 @@ fn once(job: &Job, format: Format) -> anyhow::Result<()> {
     let lines = [picture.lines(), vec![String::new()], picture.test_lines(), picture.component_lines()].concat();
     format.print(&picture, || lines.join("\n") + "\n")?;
     let failures = picture.failures();
-    match failures.is_empty() {
-        true => Ok(()),
-        false => anyhow::bail!("plugin {}: {}", job.title, failures.join("; ")),
+    let message = format!("plugin {}: {}", job.title, failures.join("; "));
+    match (failures.is_empty(), &picture.refused) {
+        (true, _) => Ok(()),
+        (false, Some(refused)) if refused.is_of_setting() => Err(Stop::usage(message).into()),
+        (false, _) => Err(anyhow::Error::msg(message)),
     }
 }
 

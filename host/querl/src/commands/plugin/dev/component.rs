@@ -4,6 +4,7 @@ use super::super::replay::{RecordedResults, open_reward, scoring};
 use super::native::NativeReplay;
 use querl_core::records::Episode;
 use querl_eval::{BriefOutcome, Outcome};
+use querl_pipeline::failure;
 use querl_pipeline::plugins::scores_style;
 use querl_plugin::{PluginHost, PluginSettings};
 use serde::Serialize;
@@ -21,7 +22,12 @@ pub(super) enum Comparison {
     /// The component was built, but no episode was scored natively that it could be compared on.
     Built { seconds: f64 },
     /// The component could not be built, loaded or called.
-    Failed { message: String },
+    Failed {
+        message: String,
+        /// The last lines of the build tool's output, or of the plugin's traceback.
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        output: Vec<String>,
+    },
 }
 
 impl Comparison {
@@ -45,7 +51,10 @@ impl Comparison {
                 )
             }
             Self::Built { seconds } => format!("built in {seconds:.1} s"),
-            Self::Failed { message } => message.clone(),
+            Self::Failed { message, output } => {
+                let lines = output.iter().map(|line| format!("\n  {line}"));
+                message.clone() + &lines.collect::<String>()
+            }
         }
     }
 }
@@ -80,7 +89,20 @@ pub(super) fn compare(
         let first = given.iter().zip(&expected).zip(&scored).find_map(differs);
         Ok(first.unwrap_or(Comparison::Equal { n_compared: given.len(), seconds }))
     };
-    compared().unwrap_or_else(|error| Comparison::Failed { message: querl_pipeline::failure::sentence(&error) })
+    compared().unwrap_or_else(|error| failed(&error))
+}
+
+/// Maximum number of lines of a build tool's output.
+const N_OUTPUT_LINES: usize = 12;
+
+fn failed(error: &anyhow::Error) -> Comparison {
+    let details = failure::details(error).unwrap_or_default();
+    let lines: Vec<&str> = details.lines().filter(|line| !line.trim().is_empty()).collect();
+    let last = &lines[lines.len().saturating_sub(N_OUTPUT_LINES)..];
+    Comparison::Failed {
+        message: failure::sentence_above_details(error),
+        output: last.iter().map(|line| line.trim_end().to_owned()).collect(),
+    }
 }
 
 fn difference(episode: &Episode, native: &Outcome, component: &Outcome, seconds: f64) -> Comparison {
@@ -93,5 +115,29 @@ fn difference(episode: &Episode, native: &Outcome, component: &Outcome, seconds:
         component: brief_component,
         parts: parts.to_owned(),
         seconds,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use querl_plugin::PluginError;
+
+    /// Regression: the output of the build tool was left out, and the message said that it was above.
+    #[test]
+    fn a_failed_build_has_the_last_lines_of_its_output() {
+        let lines: Vec<String> = (0..20).map(|number| format!("at line {number}")).collect();
+        let output = lines.join("\n") + "\n\nSyntaxError: invalid regular expression";
+        let error = PluginError::Build { path: "p".into(), tool: "componentize-js", output, advice: String::new() };
+        let found = failed(&error.into());
+        let shown = lines[9..].join("\n  ");
+        let expected = "plugin p: componentize-js could not build it: its output is below";
+        assert_eq!(found.text(), format!("{expected}\n  {shown}\n  SyntaxError: invalid regular expression"));
+        let json = serde_json::to_value(&found).unwrap();
+        assert_eq!(json["result"], "failed");
+        assert_eq!(json["message"], expected);
+        assert_eq!(json["output"][11], "SyntaxError: invalid regular expression");
+        let plain = failed(&anyhow::anyhow!("no"));
+        assert_eq!(plain, Comparison::Failed { message: "no".into(), output: Vec::new() });
     }
 }

@@ -30,6 +30,13 @@ pub(super) struct Fault {
     pub(super) line: Option<u64>,
 }
 
+impl Fault {
+    /// True if the plugin refuses a setting: its message is that of `SettingError` in the SDKs.
+    pub(super) fn is_of_setting(&self) -> bool {
+        self.file.is_none() && self.message.starts_with("setting `")
+    }
+}
+
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct NativeResult {
     pub(super) outcome: Result<Outcome, Fault>,
@@ -251,12 +258,12 @@ pub(super) fn test(folder: &NativeFolder) -> anyhow::Result<Option<Tests>> {
         }
     }
     let Some(mut command) = folder.tests(TEST_LIMIT) else { return Ok(None) };
-    let (passed, output) = tested(&mut command, TEST_LIMIT)?;
+    let (passed, output) = tested(&mut command, TEST_LIMIT, &folder.folder)?;
     Ok(Some(Tests { passed, seconds: started.elapsed().as_secs_f64(), output }))
 }
 
-/// Runs the tests: true if they passed, and the output of failed tests.
-fn tested(command: &mut Command, limit: Duration) -> anyhow::Result<(bool, String)> {
+/// Runs the tests: true if they passed, and the output of failed tests. `folder`: the plugin's.
+fn tested(command: &mut Command, limit: Duration, folder: &Path) -> anyhow::Result<(bool, String)> {
     let (done, is_killed) = run_within(command, limit, || 0)?;
     let passed = done.status.success();
     let output = if passed { String::new() } else { text_of(&done) };
@@ -270,25 +277,82 @@ fn tested(command: &mut Command, limit: Duration) -> anyhow::Result<(bool, Strin
         let lines: Vec<&str> = output.lines().filter(is_own).chain([said.as_str()]).collect();
         return Ok((false, lines.join("\n")));
     }
-    Ok((passed, tap_failures(&output).unwrap_or(output)))
+    Ok((passed, tap_failures(&output, folder).unwrap_or(output)))
 }
 
-/// The failures in a TAP report, with error, values and source location; `None` if the output is not TAP.
-fn tap_failures(output: &str) -> Option<String> {
+/// The failures in a TAP report, with error, values and source location; `None` if the output is not TAP. Of a file of tests that cannot
+/// be loaded, the block says only that it failed; the error is in the comments before it.
+fn tap_failures(output: &str, folder: &Path) -> Option<String> {
     /// Keys of a failure without useful information. The lines of Node.js in stack traces are also left out.
     const LEFT_OUT: [&str; 8] =
         ["---", "duration_ms:", "type:", "failureType:", "code:", "name:", "operator:", "stack:"];
-    let (mut kept, mut is_in_failure) = (Vec::new(), false);
-    for line in output.lines() {
+    let (mut kept, mut comments, mut is_in_failure): (Vec<String>, Vec<&str>, bool) = (Vec::new(), Vec::new(), false);
+    let mut lines = output.lines();
+    while let Some(line) = lines.next() {
         let text = line.trim();
+        if let Some(comment) = line.strip_prefix("# ") {
+            comments.push(comment);
+            continue;
+        }
+        if text.starts_with("not ok ")
+            && let Some(error) = load_error(&comments, lines.clone(), folder)
+        {
+            kept.extend([line.to_owned(), format!("  {error}")]);
+            while lines.next().is_some_and(|line| line.trim() != "...") {}
+            continue;
+        }
+        comments.clear();
         is_in_failure = (is_in_failure && text != "...") || text.starts_with("not ok ");
         let says_nothing =
             text.is_empty() || text.contains("node:") || LEFT_OUT.iter().any(|key| text.starts_with(key));
         if is_in_failure && !says_nothing {
-            kept.push(line);
+            kept.push(line.to_owned());
         }
     }
     (!kept.is_empty()).then(|| kept.join("\n"))
+}
+
+/// The error that ended a file of tests, as `plugin.js:23  SyntaxError: Unexpected token`. `comments`: stderr of its process, before the
+/// block; `block`: the lines from the block on, which has an exit code.
+fn load_error<'a>(comments: &[&str], block: impl Iterator<Item = &'a str>, folder: &Path) -> Option<String> {
+    let mut block = block.map(str::trim).take_while(|line| *line != "...");
+    if !block.any(|line| line.starts_with("exitCode:")) {
+        return None;
+    }
+    // `SyntaxError: ...` or `Error [ERR_MODULE_NOT_FOUND]: ...`
+    let is_error = |line: &&&str| {
+        let (name, _) = line.split_once(": ").unwrap_or_default();
+        let name = name.split(" [").next().unwrap_or_default();
+        name.ends_with("Error") && name.chars().all(char::is_alphanumeric)
+    };
+    // In comments, Node.js writes a backslash before `#` and before a backslash.
+    let message = comments.iter().find(is_error)?.replace("\\#", "#").replace("\\\\", "\\");
+    let place = comments.iter().find_map(|line| own_place(line, folder));
+    Some(place.map_or_else(|| message.clone(), |place| format!("{place}  {message}")))
+}
+
+/// The place `plugin.js:23` in a line with `file:///folder/plugin.js:23`, if the file is of the plugin and not of its packages.
+fn own_place(line: &str, folder: &Path) -> Option<String> {
+    let (_, url) = line.split_once("file://")?;
+    let path = percent_decoded(url.trim_end_matches(')'));
+    let place = path.strip_prefix(&format!("{}/", folder.display()))?;
+    let (file, rest) = place.split_once(':')?;
+    let number: String = rest.chars().take_while(char::is_ascii_digit).collect();
+    let is_own = !file.split('/').any(|part| part == "vendor" || part == "node_modules");
+    is_own.then(|| format!("{file}:{number}"))
+}
+
+/// The text with `%C3%B6` decoded to `ö`.
+fn percent_decoded(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((first, more)) = rest.split_first() {
+        let hex = (*first == b'%').then(|| more.get(..2)).flatten();
+        let decoded = hex.and_then(|hex| u8::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok());
+        bytes.push(decoded.unwrap_or(*first));
+        rest = if decoded.is_some() { &more[2..] } else { more };
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// Name of the hidden command that scores episodes with a plugin in Rust, built as a dynamic library.
@@ -355,7 +419,7 @@ mod tests {
     fn tests_that_do_not_end_are_killed_with_a_sentence_after_their_output() {
         let mut command = Command::new("sh");
         command.args(["-c", "echo test_a; echo '  File \"/lib/unittest/case.py\", line 1 in run'; exec sleep 60"]);
-        let (passed, output) = tested(&mut command, Duration::from_secs(1)).unwrap();
+        let (passed, output) = tested(&mut command, Duration::from_secs(1), Path::new("/p")).unwrap();
         let said = "ended: the tests still ran after 1 s; look for an endless loop in tests/ or in what they call";
         assert_eq!((passed, output), (false, format!("test_a\n{said}")));
         let begun = still_runs("{\"range\": [0, 1]}\n{\"begun\": \"a\"}\n{\"begun\": \"b\"}\n", REPLAY_LIMIT);
@@ -372,7 +436,37 @@ mod tests {
                       (node:internal/test_runner/test:796:25)\n  ...\n1..2\n# fail 1\n";
         let expected = "not ok 2 - total\n  location: '/x/a.test.js:4:1'\n  error: |-\n    1 !== 2\n  expected: 2\n  actual: 1\n    \
                         TestContext.<anonymous> (file:///x/a.test.js:4:30)";
-        assert_eq!(tap_failures(output).as_deref(), Some(expected));
-        assert_eq!(tap_failures("FAILED (failures=1)"), None);
+        let folder = Path::new("/x");
+        assert_eq!(tap_failures(output, folder).as_deref(), Some(expected));
+        assert_eq!(tap_failures("FAILED (failures=1)", folder), None);
+    }
+
+    /// Regression: of a plugin in JavaScript that cannot be loaded, only `error: 'test failed'` was shown.
+    #[test]
+    fn an_error_that_ends_a_file_of_tests_is_named_with_its_line() {
+        let report = |comments: &str| {
+            let block = "  ---\n  duration_ms: 3461.2\n  location: '/x ö/tests/a.test.js:1:1'\n  failureType: 'testCodeFailure'\n  \
+                         exitCode: 1\n  signal: ~\n  error: 'test failed'\n  code: 'ERR_TEST_FAILURE'\n  ...\n1..1\n# tests 1\n";
+            let head = "TAP version 13\n# Subtest: b\nok 1 - b\n  ---\n  duration_ms: 1\n  ...\n";
+            let output =
+                format!("{head}{comments}# Subtest: /x ö/tests/a.test.js\nnot ok 2 - /x ö/tests/a.test.js\n{block}");
+            tap_failures(&output, Path::new("/x ö")).unwrap()
+        };
+        let syntax = "# file:///x%20%C3%B6/plugin.js:23\n# export default )\n#                ^\n# SyntaxError: Unexpected token ')'\n#     at \
+                      compileSourceTextModule (node:internal/modules/esm/utils:346:16)\n# Node.js v20.20.2\n";
+        let renamed = "# file:///x%20%C3%B6/vendor/querl-sdk/plugin.js:26\n#       throw new TypeError(`no method`);\n#             ^\n# TypeError: \
+                       `Length` has no method `check`\n#     at plugin (file:///x%20%C3%B6/vendor/querl-sdk/plugin.js:26:13)\n#     at \
+                       file:///x%20%C3%B6/plugin.js:24:16\n";
+        let missing = "# node:internal/modules/esm/resolve:283\n#     throw new ERR_MODULE_NOT_FOUND(\n# Error [ERR_MODULE_NOT_FOUND]: Cannot find \
+                       package '\\#no' imported from /x ö/plugin.js\n#     at finalizeResolution (node:internal/modules/esm/resolve:283:11)\n";
+        for (comments, expected) in [
+            (syntax, "plugin.js:23  SyntaxError: Unexpected token ')'"),
+            (renamed, "plugin.js:24  TypeError: `Length` has no method `check`"),
+            (missing, "Error [ERR_MODULE_NOT_FOUND]: Cannot find package '#no' imported from /x ö/plugin.js"),
+        ] {
+            assert_eq!(report(comments), format!("not ok 2 - /x ö/tests/a.test.js\n  {expected}"));
+        }
+        // What a test prints is no error of the file.
+        assert!(report("# Subtest: c\n# printed\n").contains("error: 'test failed'"));
     }
 }

@@ -16,6 +16,9 @@ const MAX_MESSAGE_BYTES: usize = 4000;
 /// Maximum number of listed changed episodes, faults, log lines and lines of output.
 const N_SHOWN: usize = 5;
 
+/// Level of the log lines that the runner of an SDK writes about what a component cannot do: a few, each once.
+const REMARK: &str = "component: ";
+
 /// State of the plugin after a save; its JSON form is the output of `--json`.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Picture {
@@ -56,7 +59,7 @@ pub(super) struct Scores {
     /// The most frequent faults.
     faults: Vec<FaultGroup>,
     n_log_lines: usize,
-    /// The first log lines.
+    /// The lines of the runner about what a component cannot do, and the first lines of the plugin.
     log: Vec<LogLine>,
     /// The last lines that the plugin wrote to stdout and stderr.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -109,6 +112,7 @@ impl Scores {
         };
         let line =
             |(episode, line): (&Recorded<'_>, &String)| LogLine { id: episode.id.to_owned(), line: line.clone() };
+        let (remarks, logged): (Vec<_>, Vec<_>) = lines().partition(|(_, line)| line.starts_with(REMARK));
         let output: Vec<String> = replay.output.lines().map(str::to_owned).collect();
         let faults = faults(recorded, replay);
         Self {
@@ -119,8 +123,8 @@ impl Scores {
             notes: notes.to_vec(),
             n_faults: faults.iter().map(|group| group.n).sum(),
             faults: faults.into_iter().take(N_SHOWN).collect(),
-            n_log_lines: lines().count(),
-            log: lines().take(N_SHOWN).map(line).collect(),
+            n_log_lines: remarks.len() + logged.len(),
+            log: remarks.into_iter().chain(logged.into_iter().take(N_SHOWN)).map(line).collect(),
             output: output[output.len().saturating_sub(N_SHOWN)..].to_vec(),
         }
     }
@@ -270,6 +274,18 @@ mod tests {
         assert!(lines.iter().all(|line| line.len() <= MAX_WIDTH) && lines[1].starts_with("  '"), "{lines:?}");
         assert!(lines[1].ends_with("'retrieval'"), "{lines:?}");
         assert_eq!(folded(vec!["字".repeat(60)]), ["字".repeat(50), format!("  {}", "字".repeat(10))]);
+    }
+
+    /// Regression: log lines of the plugin hid the one about the network.
+    #[test]
+    fn remarks_about_the_component_come_before_other_log_lines() {
+        let with_log = |log: Vec<&str>| NativeResult { log: log.into_iter().map(Into::into).collect(), ..scored(0.5) };
+        let episode = |id| Recorded { id, query: "", outcome: None };
+        let remark = "component: calls the network: a component has none";
+        let results = vec![with_log(vec!["info: a"; 9]), with_log(vec![remark])];
+        let scores = Scores::of(&[episode("a"), episode("b")], &replay(results), None, &[]);
+        assert_eq!((scores.n_log_lines, scores.log.len()), (10, 1 + N_SHOWN));
+        assert_eq!((scores.log[0].id.as_str(), scores.log[0].line.as_str()), ("b", remark));
     }
 
     #[test]
