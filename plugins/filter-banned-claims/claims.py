@@ -18,7 +18,7 @@ _WORKS = ("有效", "见效", "管用")
 
 _Patterns = dict[str, tuple[tuple[str, ...], re.Pattern[str]]]
 
-# By code of the claim: a list of words, one of which is part of every such claim, and the regular expression of the claim. If a text has
+# By code of the claim: a list of words, at least one of them in every such claim, and the regular expression of the claim. If a text has
 # several claims, the first code is reported.
 _WRITTEN: dict[str, tuple[tuple[str, ...], str]] = {
     "cure_claim": (tuple(_CURES), "|".join(_CURES)),

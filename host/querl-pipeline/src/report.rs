@@ -5,7 +5,7 @@ use crate::failure::Stop;
 use crate::ledger::{Ledger, PART, StageName, listing, rows_of};
 use crate::pooling::{Pooling, differences, listed};
 use crate::run_logs::whole_metrics;
-use crate::stages::{changed_after, funnel, leaks, spending};
+use crate::stages::{funnel, leaks, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
 use querl_core::config::{Config, RerankKind, RetrievalConfig, RetrievalKind, load_resolved};
@@ -84,7 +84,7 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     written.map_or(Ok(()), |outputs| outputs.check(dir.root(), StageName::Eval, &dir.eval_records()))?;
     let records: Vec<EvalRecord> = rows_of(&dir.eval_records())?;
     let mut evaluation = evaluate(&records, &evaluation_options(config)).context("evaluation")?;
-    evaluation.outdated.extend(outdated(dir, &ledger));
+    evaluation.outdated.extend(outdated(&ledger));
     let mut facts = facts(config, names, dir, &ledger)?;
     let (metrics, lost) = whole_metrics(dir, &ledger)?;
     facts.plugin_notes.extend(lost.into_iter().chain(untrained(&ledger)).chain(funnel::notes(&ledger, dir)?));
@@ -109,8 +109,8 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
 
 /// A sentence on the files that changed after the evaluation of a run, such as a model that was trained again: the figures are not those of
 /// what the run has now. `None` if none changed.
-pub fn outdated(dir: &RunDir, ledger: &Ledger) -> Option<String> {
-    outdated_by(&changed_after(dir, ledger, StageName::Eval))
+pub fn outdated(ledger: &Ledger) -> Option<String> {
+    outdated_by(&ledger.changed_after(StageName::Eval))
 }
 
 pub(crate) fn outdated_by(changed: &[String]) -> Option<String> {
@@ -152,7 +152,7 @@ pub fn pooled(dirs: &[RunDir], pooling: Pooling) -> anyhow::Result<Pooled> {
     let mut facts = facts(&config, &names(first)?, first, &ledger)?;
     for (dir, run) in dirs.iter().zip(&mut evaluation.runs) {
         let ledger = Ledger::open(&dir.stages())?;
-        run.outdated.extend(outdated(dir, &ledger));
+        run.outdated.extend(outdated(&ledger));
         let named = run.outdated.iter().map(|outdated| format!("{}: {outdated}", dir.root().display()));
         evaluation.pooled.outdated.extend(named);
         let notes =

@@ -203,7 +203,7 @@ impl<'de> Visitor<'de> for FieldsVisitor {
     }
 }
 
-/// A JSON value, in no object of which a field appears twice.
+/// A JSON value without duplicate fields in its objects.
 struct UniqueFields(Value);
 
 impl<'de> Deserialize<'de> for UniqueFields {

@@ -301,7 +301,7 @@ async fn chat_requests_with_extreme_values_are_answered_or_refused() {
         assert_eq!(found, greedy, "only the most probable token is sampled");
     }
     let (status, _, message) = ask(json!({"max_tokens": u64::MAX})).await;
-    assert!(status == 422 && message.contains("with max_new_tokens 18446744073709551615 it goes beyond"), "{message}");
+    assert!(status == 422 && message.contains("with max_tokens 18446744073709551615 it goes beyond"), "{message}");
     let long = json!([{"role": "user", "content": "鱼油 ".repeat(100_000)}]);
     let (status, _, message) = ask(json!({"messages": long})).await;
     assert!(status == 422 && message.contains(" characters; it goes beyond the model's "), "{message}");

@@ -121,7 +121,9 @@ pub(super) fn form_equals_records(
     let name = if form == RewardForm::Json { "as JSON" } else { "packed" };
     let mut n_compared = 0;
     for batch in &batches {
-        n_compared += u64::from(same(name, batch, &other.ask(batch), &records.ask(batch))?);
+        let is_same = same(name, batch, &other.ask(batch), &records.ask(batch))?;
+        // An episode without a baseline is rejected by the host, without a call, where the plugin has contract 0.1.
+        n_compared += u64::from(is_same && batch.iter().any(|episode| episode.baseline.is_some()));
     }
     Ok((n_compared > 0).then(|| format!("{} batches in both forms", grouped(n_compared))))
 }

@@ -176,6 +176,21 @@ impl Ledger {
         self.contents.stages.get(stage)
     }
 
+    /// Names of the results of other stages that the finished `stage` read and that have changed since, by their digests in this ledger: no
+    /// file is read.
+    pub(crate) fn changed_after(&self, stage: StageName) -> Vec<String> {
+        let Some(entry) = self.entry(stage.as_str()).filter(|entry| entry.finished) else { return Vec::new() };
+        let is_changed = |input: &str, by: StageName| {
+            let Some(writer) = self.entry(by.as_str()).filter(|writer| writer.finished) else { return true };
+            let name = input.strip_suffix(&format!(" of {by}")).unwrap_or(input);
+            // Ledgers of earlier versions have no digests of outputs.
+            let digest = writer.outputs.path_called(name).and_then(|path| writer.outputs.digest(Path::new(""), path));
+            digest.is_some_and(|digest| entry.inputs.get(input) != Some(digest.as_str()))
+        };
+        let upstream = entry.inputs.upstream().into_iter();
+        upstream.filter(|&(input, by)| is_changed(input, by)).map(|(input, _)| input.to_owned()).collect()
+    }
+
     /// Writes to `path` a ledger that has only `stages`, with the digests of `files`.
     pub(crate) fn write_part(
         &self,

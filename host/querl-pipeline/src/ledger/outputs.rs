@@ -98,6 +98,12 @@ impl Outputs {
         Ok(None)
     }
 
+    /// Path, relative to the run directory, of the recorded file or folder with this name.
+    pub(crate) fn path_called(&self, name: &str) -> Option<&Path> {
+        let mut paths = self.0.keys().flat_map(|file| Path::new(file).ancestors());
+        paths.find(|path| path.file_name().is_some_and(|last| last == name))
+    }
+
     /// Recorded digest of the file `path`, or of the files directly in the folder `path`; `None` if nothing is recorded.
     pub(crate) fn digest(&self, root: &Path, path: &Path) -> Option<String> {
         if let Some(file) = self.0.get(&relative(root, path)) {

@@ -5,7 +5,6 @@ use crate::failure::Stop;
 use crate::ledger::{Inputs, Ledger, StageName, rows_of};
 use crate::report::{evaluation_options, outdated_by};
 use crate::serving::{IdentityReader, ModelIdentity, PROMPT_PLUGIN, ServedRun};
-use crate::stages::changed_after;
 use crate::stages::eval::add_decoding;
 use anyhow::Context;
 use chrono::{SecondsFormat, Utc};
@@ -164,7 +163,7 @@ impl Evaluated {
         run.checkpoint_inputs()?;
         Inputs::default().made_by(&ledger, StageName::Convert, &dir.split(Split::Test))?;
         let compared = [format!("best of {}", run.system()), format!("test.jsonl of {}", StageName::Convert)];
-        changed.extend(changed_after(dir, &ledger, StageName::Eval).into_iter().filter(|name| compared.contains(name)));
+        changed.extend(ledger.changed_after(StageName::Eval).into_iter().filter(|name| compared.contains(name)));
         changed.sort();
         let identity = identities.read(run)?;
         let plugin = &identity.digests[PROMPT_PLUGIN];

@@ -34,7 +34,7 @@ use querl_data::{check_knowledge_base, open_queries, table_path};
 use spending::Counted;
 use stage::Stage;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
 fn stage_of(name: StageName) -> &'static dyn Stage {
@@ -159,23 +159,6 @@ fn check_upstream(run: &Run, ledger: &Ledger, first: StageName) -> anyhow::Resul
         open.extend(stages_behind(&inputs));
     }
     Ok(())
-}
-
-/// Names of the files that the finished stage `name` read and that have changed since, by the ledger: no file is read.
-pub(crate) fn changed_after(dir: &RunDir, ledger: &Ledger, name: StageName) -> Vec<String> {
-    let Some(entry) = ledger.entry(name.as_str()).filter(|entry| entry.finished) else { return Vec::new() };
-    let is_changed = |input: &str, by: StageName| {
-        let Some(writer) = ledger.entry(by.as_str()).filter(|writer| writer.finished) else { return true };
-        let is_of = |path: &PathBuf| {
-            path.file_name().is_some_and(|file| input == format!("{} of {by}", file.to_string_lossy()))
-        };
-        let path = stage_of(by).outputs(dir).into_iter().find(is_of);
-        // Ledgers of earlier versions have no digests of outputs.
-        let digest = path.and_then(|path| writer.outputs.digest(dir.root(), &path));
-        digest.is_some_and(|digest| entry.inputs.get(input) != Some(digest.as_str()))
-    };
-    let upstream = entry.inputs.upstream().into_iter();
-    upstream.filter(|&(input, by)| is_changed(input, by)).map(|(input, _)| input.to_owned()).collect()
 }
 
 fn stages_behind(inputs: &Inputs) -> BTreeSet<StageName> {

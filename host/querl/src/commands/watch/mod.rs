@@ -168,7 +168,7 @@ impl Snapshot {
             return Err(Stop::not_a_run(dir.root()).into());
         }
         let ledger = Ledger::open(&dir.stages())?;
-        let outdated = report::outdated(dir, &ledger);
+        let outdated = report::outdated(&ledger);
         let state = |stage: StageName| match ledger.entry(stage.as_str()) {
             None => StageState::NotBegun,
             Some(_) if stage == StageName::Eval && outdated.is_some() => StageState::Outdated,
