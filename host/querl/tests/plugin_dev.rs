@@ -98,8 +98,17 @@ fn check_picture(project: &Project, file: &str, line: u64) {
     // Symptom: exit code 1, as for what has to be repaired in the plugin.
     for (value, got) in [("0", "0"), ("viel", "\"viel\"")] {
         let set = format!("max_chars={value}");
-        let args =
-            ["plugin", "dev", "length", "--episodes", "episodes.jsonl", "--once", "--no-component", "--set", set.as_str()];
+        let args = [
+            "plugin",
+            "dev",
+            "length",
+            "--episodes",
+            "episodes.jsonl",
+            "--once",
+            "--no-component",
+            "--set",
+            set.as_str(),
+        ];
         let refused = project.refusal(&args, 2);
         let expected = format!("length: --set: setting `max_chars`: expected a number from 1 to 1000, got {got}");
         assert_eq!(refused, expected);
