@@ -38,5 +38,5 @@ export function describe({ kinds }) {
 export function rangeOf(plugin) {
   const range = plugin.range();
   if (Array.isArray(range) && range.length === 2 && range.every((bound) => typeof bound === "number")) return range;
-  throw new TypeError(`plugin.js: \`${plugin.constructor.name}.range\` returned ${shown(range)}; expected two numbers [low, high]`);
+  throw new TypeError(`\`${plugin.constructor.name}.range\` returned ${shown(range)}; expected two numbers [low, high]`);
 }

@@ -165,7 +165,8 @@ function scored(score) {
   if (typeof score !== "object" || score === null) {
     return { fault: { message: `the result is ${shown(score)}; expected { total, components }` } };
   }
-  const { total, components = {} } = score;
+  const total = score.total;
+  const components = score.components ?? {};
   if (Array.isArray(components)) return { fault: { message: notNamed(components) } };
   for (const [name, value] of [["total", total], ...Object.entries(components)]) {
     if (!Number.isFinite(value)) return { fault: { message: notFinite(name, value) } };

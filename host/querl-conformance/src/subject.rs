@@ -83,6 +83,11 @@ impl Subject<'_> {
         &self.options.settings
     }
 
+    /// Episodes without a baseline are rejected by the host, without a call, where the plugin has contract 0.1.
+    pub(crate) fn has_contract_0_1(&self) -> bool {
+        self.plugin.description().settings.is_none()
+    }
+
     pub(crate) fn reward(&self, settings: &PluginSettings) -> Result<Box<dyn RewardModel>, PluginError> {
         self.reward_with(settings, None)
     }

@@ -159,6 +159,9 @@ pub trait Rewriter: Send + Sync {
         self.models(Role::Current)
     }
 
+    /// Number of released models.
+    fn n_tenants(&self) -> usize;
+
     /// The models of one role, sorted by tenant name; at most one for each tenant.
     fn models(&self, role: Role) -> Vec<Tenant>;
 

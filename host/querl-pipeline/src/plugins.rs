@@ -238,7 +238,10 @@ impl PluginHosts {
         if let Some(host) = hosts.get(&key) {
             return Ok(host.clone());
         }
-        let host = Arc::new(open_host(&config.limits, &config.trusted_keys, SourceFolders::Refuse)?);
+        let trusted_keys = trusted_keys(&config.trusted_keys)?;
+        let (source_folders, n_slots) = (SourceFolders::Refuse, n_slots());
+        let options = host_options(&config.limits)?;
+        let host = Arc::new(PluginHost::new(HostOptions { trusted_keys, source_folders, n_slots, ..options })?);
         hosts.insert(key, host.clone());
         Ok(host)
     }
@@ -551,6 +554,14 @@ fn open_host_for_dry_run(config: &PluginsConfig) -> anyhow::Result<PluginHost> {
 pub fn host_options(limits: &PluginLimits) -> anyhow::Result<HostOptions> {
     let limits = limits.clone();
     Ok(HostOptions { limits, compiler: compiler()?, ..HostOptions::default() })
+}
+
+/// Number of concurrent plugin calls where each core may make one: at least the host's default, and at most 8 times it, to limit reserved
+/// memory.
+pub fn n_slots() -> u32 {
+    let usual = HostOptions::default().n_slots;
+    let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
+    u32::try_from(n_cores).unwrap_or(usual).clamp(usual, 8 * usual)
 }
 
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();

@@ -284,9 +284,9 @@ async fn two_tenants(change: impl FnOnce(&mut RewriteOptions)) -> Server {
 #[tokio::test]
 async fn a_tenant_prepares_requests_on_its_share_of_the_cores() {
     let server = two_tenants(|options| options.deadline = Duration::from_secs(60)).await;
-    let ask = async |_| server.asked("/v1/rewrite", json!({"query": "prepares 100", "tenant": "shop"})).await.1;
-    let bodies = futures::future::join_all((0..4 * n_permits()).map(ask)).await;
-    assert!(bodies.iter().all(|body| body["fallback"].is_null()), "{bodies:?}");
+    let ask = async |_| server.asked("/v1/rewrite", json!({"query": "prepares 100", "tenant": "shop"})).await;
+    let answers = futures::future::join_all((0..n_permits() + 3).map(ask)).await;
+    assert!(answers.iter().all(|(status, body)| *status == 200 && body["fallback"].is_null()), "{answers:?}");
     assert!(server.rewriter.max_preparing.load(Ordering::Relaxed) <= n_permits());
 }
 
@@ -302,7 +302,7 @@ async fn requests_that_wait_to_be_prepared_keep_their_deadline_and_are_limited()
     };
     let expired = futures::future::join_all((0..n_permits()).map(|_| ask("prepares 3000", "shop", 100))).await;
     assert!(expired.iter().all(|(_, body)| body["fallback"] == "timeout"), "{expired:?}");
-    let waiting = ask("a", "shop", 1000);
+    let waiting = ask("a", "shop", 2500);
     let others = async {
         tokio::time::sleep(Duration::from_millis(400)).await;
         tokio::join!(ask("b", "shop", 60_000), ask("c", "rival", 60_000))
@@ -310,9 +310,10 @@ async fn requests_that_wait_to_be_prepared_keep_their_deadline_and_are_limited()
     let ((_, waiting), ((status, full), (_, rival))) = tokio::join!(waiting, others);
     assert_eq!(waiting["fallback"], "timeout");
     assert_eq!((status, &full["error"]["message"]), (429, &json!("the queue is full (1 requests); retry later")));
-    assert_eq!(rival["fallback"], Value::Null, "{rival}");
+    assert!(rival["rewrite"].is_string() && rival["fallback"].is_null(), "{rival}");
     assert_eq!(server.rewriter.n_submitted.load(Ordering::Relaxed), n_permits() + 1);
-    assert_eq!(ask("d", "shop", 60_000).await.1["fallback"], Value::Null, "permits are returned");
+    let (status, body) = ask("d", "shop", 60_000).await;
+    assert_eq!((status, &body["fallback"]), (200, &Value::Null), "permits are returned: {body}");
 }
 
 /// Symptom: a client that declared a large body and did not send it got 408 after the time limit.

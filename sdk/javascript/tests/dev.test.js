@@ -278,7 +278,7 @@ test("dev: a range that is not two numbers is named", () => {
   // Symptom: the line of the range could not be read, which ended the command.
   const refused = (text) => dev({ "plugin.js": LENGTH.replace("[0, 1]", text), "parts/share.js": SHARE }, [line("plain")])[0].refused;
   for (const [returned, words] of [["1.0", "1"], ['["0", 1]', '["0", 1]'], ["[0, 1, 2]", "[0, 1, 2]"]]) {
-    const message = `TypeError: plugin.js: \`Length.range\` returned ${words}; expected two numbers [low, high]`;
+    const message = `TypeError: \`Length.range\` returned ${words}; expected two numbers [low, high]`;
     assert.deepEqual(refused(returned), { message });
   }
 });

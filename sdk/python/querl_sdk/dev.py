@@ -51,7 +51,7 @@ class _StillRuns(BaseException):
 
 
 _MAX_REMARKS = 5
-"""Maximum number of remarks about one operation, for a plugin that opens a file per episode."""
+"""Maximum number of remarks with one verb, for a plugin that opens a file per episode."""
 
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty")
 _FILES = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename", "os.rmdir")
@@ -101,7 +101,7 @@ class _Watch:
             remark = "calls the network: a component has none"
         elif event in _PROCESSES:
             remark = "starts a process: a component cannot"
-        seen = self._seen.setdefault(event.split(".")[0], set())
+        seen = self._seen.setdefault(remark.split(" ")[0], set())
         if remark and remark not in seen and len(seen) < _MAX_REMARKS and self._is_of_plugin():
             seen.add(remark)
             self.remark(remark)

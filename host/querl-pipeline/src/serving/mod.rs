@@ -184,6 +184,11 @@ fn chat_sampling(task: &ChatTask, of_tenant: &SamplingSettings) -> (Decoding, Sa
 }
 
 impl Rewriter for ServedModels {
+    fn n_tenants(&self) -> usize {
+        let tenants = self.tenants.read().unwrap_or_else(PoisonError::into_inner);
+        tenants.keys().filter(|(role, _)| *role == Role::Current).count()
+    }
+
     fn models(&self, role: Role) -> Vec<Tenant> {
         let tenants = self.tenants.read().unwrap_or_else(PoisonError::into_inner);
         tenants.values().filter(|model| model.facts.role == role).map(|model| model.facts.clone()).collect()

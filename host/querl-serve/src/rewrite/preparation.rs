@@ -2,7 +2,7 @@
 //!
 //! Each tenant has an equal share of the cores, at least one, so that the prompts of one tenant do not delay those of others.
 
-use querl_core::serving::SubmitError;
+use querl_core::serving::{Role, SubmitError, Tenant};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -17,10 +17,10 @@ pub(super) struct Preparation {
 struct Shares {
     /// Number of tenants that the cores are shared by.
     n_tenants: usize,
-    by_tenant: BTreeMap<String, Arc<Share>>,
+    by_model: BTreeMap<(Role, String), Arc<Share>>,
 }
 
-/// The share of a tenant.
+/// The share of a tenant's released model or of its candidate: requests of a candidate must not delay those of clients.
 struct Share {
     running: Arc<Semaphore>,
     waiting: Semaphore,
@@ -38,7 +38,7 @@ impl Preparation {
     ///
     /// # Errors
     /// Too many requests of the tenant are waiting.
-    pub(super) async fn permit(&self, tenant: &str, n_tenants: usize) -> Result<OwnedSemaphorePermit, SubmitError> {
+    pub(super) async fn permit(&self, tenant: &Tenant, n_tenants: usize) -> Result<OwnedSemaphorePermit, SubmitError> {
         let share = self.share(tenant, n_tenants);
         if let Ok(permit) = share.running.clone().try_acquire_owned() {
             return Ok(permit);
@@ -50,15 +50,15 @@ impl Preparation {
         share.running.clone().acquire_owned().await.map_err(|_| SubmitError::Ended)
     }
 
-    fn share(&self, tenant: &str, n_tenants: usize) -> Arc<Share> {
+    fn share(&self, tenant: &Tenant, n_tenants: usize) -> Arc<Share> {
         let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
         if shares.n_tenants != n_tenants {
             // Preparations in progress keep the permits of their old share.
-            *shares = Shares { n_tenants, by_tenant: BTreeMap::new() };
+            *shares = Shares { n_tenants, by_model: BTreeMap::new() };
         }
         let n_permits = (self.n_cores / n_tenants.max(1)).max(1);
         let share =
             || Share { running: Arc::new(Semaphore::new(n_permits)), waiting: Semaphore::new(self.max_waiting) };
-        shares.by_tenant.entry(tenant.to_owned()).or_insert_with(|| Arc::new(share())).clone()
+        shares.by_model.entry((tenant.role, tenant.name.clone())).or_insert_with(|| Arc::new(share())).clone()
     }
 }

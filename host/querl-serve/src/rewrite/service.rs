@@ -139,7 +139,7 @@ impl RewriteService {
             false => Ok(()),
         };
         check_room()?;
-        let permit = self.preparation.permit(&tenant.name, rewriter.tenants().len()).await?;
+        let permit = self.preparation.permit(tenant, rewriter.n_tenants()).await?;
         check_room()?;
         let (sender, receiver) = unbounded_channel();
         let (tenant, failed) = (tenant.clone(), sender.clone());

@@ -132,6 +132,10 @@ fn chat(task: &ChatTask, version: &str, events: &dyn EventSink) -> Generation {
 }
 
 impl Rewriter for StandInRewriter {
+    fn n_tenants(&self) -> usize {
+        self.models(Role::Current).len()
+    }
+
     fn models(&self, role: Role) -> Vec<Tenant> {
         self.tenants.lock().unwrap().iter().filter(|tenant| tenant.role == role).cloned().collect()
     }

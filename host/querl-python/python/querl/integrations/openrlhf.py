@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._querl import QuerlError
-from . import Config, open_scorer, request, sample_indices, total_of, total_or_raise
+from . import Config, label_of, open_scorer, request, sample_indices, total_of, total_or_raise
 
 #: End-of-turn and end-of-sequence tokens, the same as in `querl serve reward`. Qwen; Llama 3; Llama 2 and Mistral; Gemma; Phi; DeepSeek.
 END_TOKENS = (
@@ -56,7 +56,7 @@ def reward_func(
     for query, prompt, label, index in zip(queries, prompts, labels, sample_indices(labels), strict=True):
         if label is None or label == "":
             raise QuerlError("a prompt has no label; expected `--data.label_key` to name the column with the query or its id")
-        requests.append(request(label, response_of(query, prompt), sample_index=index))
+        requests.append(request(label_of({"querl": label}), response_of(query, prompt), sample_index=index))
     number: Callable[[Any], float] = _nan_for_rejection if os.environ.get("QUERL_REJECTED") == "drop" else total_or_raise
     totals = [number(result) for result in open_scorer(config).score(requests)]
     rewards = torch.tensor(totals, dtype=torch.float32)

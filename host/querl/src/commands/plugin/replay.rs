@@ -19,7 +19,7 @@ use querl_eval::{
 use querl_pipeline::failure::{Stop, run_in};
 use querl_pipeline::faults::{FaultFile, FaultedCall};
 use querl_pipeline::host_functions::{RecordedCalls, RunHostFunctions};
-use querl_pipeline::plugins::{host_options, scores_style};
+use querl_pipeline::plugins::{host_options, n_slots, scores_style};
 use querl_pipeline::report::scores_count_words;
 use querl_pipeline::run_logs;
 use querl_plugin::{CallReport, HostOptions, Observer, Plugin, PluginHost, PluginPort, PluginSettings};
@@ -194,13 +194,6 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
             header.plugin, header.version, header.message
         )
     })
-}
-
-/// Number of concurrent plugin calls: one per core, at least the host's default, and at most 8 times it, to limit reserved memory.
-fn n_slots() -> u32 {
-    let usual = HostOptions::default().n_slots;
-    let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
-    u32::try_from(n_cores).unwrap_or(usual).clamp(usual, 8 * usual)
 }
 
 /// The file with the episodes of a run directory or the file itself, and the run's configuration, if it is known.
