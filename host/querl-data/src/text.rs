@@ -36,13 +36,13 @@ fn is_control(character: char) -> bool {
     (character < ' ' && !matches!(character, '\t' | '\n')) || matches!(character, '\u{fffe}' | '\u{ffff}')
 }
 
-/// True if a text has characters that [`without_control_characters`] removes; it may have other line breaks than `\n`.
+/// True if a text has characters that [`without_control_characters`] removes. A carriage return does not count.
 pub(crate) fn has_control_characters(text: &str) -> bool {
     text.contains(|character: char| character != '\r' && is_control(character))
 }
 
-/// `text` with `\n` as line break and without control characters: tables cannot hold them (a csv with a zero byte is refused, XML has no
-/// ESC), and no search query needs them.
+/// `text` with `\n` as line break and without C0 control characters: XML, and so a workbook, cannot hold them, and no search query needs
+/// them.
 pub(crate) fn without_control_characters(text: &str) -> Cow<'_, str> {
     match text.contains(is_control) {
         true => Cow::Owned(text.replace("\r\n", "\n").replace('\r', "\n").replace(is_control, "")),

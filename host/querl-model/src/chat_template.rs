@@ -142,14 +142,14 @@ impl ChatTemplate {
         }
         let value = match default_date(text) {
             Some(date) => format!("{date:?}"),
-            None => "the text in its place".into(),
+            None => "the template's fallback".into(),
         };
         let elsewhere = match text.contains("date_string is ") {
             true => format!(
                 "for the same prompts elsewhere set its variable `date_string` to {value} (`chat_template_kwargs` of TRL and vLLM, \
                  `data.apply_chat_template_kwargs` of verl; ms-swift and OpenRLHF have no such setting)"
             ),
-            false => "elsewhere prompts have the date".into(),
+            false => "TRL, vLLM and verl write the date into the prompt".into(),
         };
         Some(format!(
             "the chat template asks for today's date; querl renders it without (`strftime_now` is undefined), so that prompts do not \
@@ -649,7 +649,7 @@ mod tests {
         let expected = "; for the same prompts elsewhere set its variable `date_string` to \"26 Jul 2024\" (`chat_template_kwargs` of ";
         assert!(note.starts_with("the chat template asks for today's date; ") && note.contains(expected), "{note}");
         let fixed = of("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}").date_note().unwrap();
-        assert!(fixed.ends_with("; elsewhere prompts have the date"), "{fixed}");
+        assert!(fixed.ends_with("; TRL, vLLM and verl write the date into the prompt"), "{fixed}");
         let without =
             of("{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }}");
         assert_eq!(without.date_note(), None);

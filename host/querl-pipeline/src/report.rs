@@ -110,6 +110,11 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
 /// A sentence on the files that changed after the evaluation of a run, such as a model that was trained again: the figures are not those of
 /// what the run has now. `None` if none changed.
 pub fn outdated(ledger: &Ledger) -> Option<String> {
+    if let Some(stage) = ledger.unfinished_before(StageName::Eval) {
+        return Some(format!(
+            "{stage} began again after the evaluation and is not finished; `querl run CONFIG` resumes it"
+        ));
+    }
     outdated_by(&ledger.changed_after(StageName::Eval))
 }
 

@@ -190,7 +190,7 @@ fn stats_warn_about_queries_in_another_script_than_the_passages() {
     let knowledge_base = format!("{}/examples/fivedoctors/knowledge_base.jsonl", repository().display());
     project.edit(&knowledge_base, &project.path("kb.jsonl").display().to_string());
     let warning =
-        "\nwarning: queries (Chinese) and passages (Latin script) are in other scripts: save the table as UTF-8";
+        "\nwarning: queries (Chinese) and passages (Latin script) are in different scripts: save the table as UTF-8";
     assert!(stats().contains(warning), "{}", stats());
 }
 

@@ -264,9 +264,10 @@ fn neighbour(path: &Path) -> String {
         Some((_, name)) => format!("; did you mean {}?", path.with_file_name(name).display()),
         None if wanted == "config.resolved.toml" => String::new(),
         None => {
-            let usual = path.with_file_name("querl.toml");
-            let shown = if usual.is_file() { usual.as_path() } else { Path::new("examples/fivedoctors/querl.toml") };
-            format!("; expected a configuration file, such as {}", shown.display())
+            let known = [path.with_file_name("querl.toml"), "examples/fivedoctors/querl.toml".into()];
+            let existing = known.iter().find(|path| path.is_file());
+            let such = existing.map_or(String::new(), |path| format!(", such as {}", path.display()));
+            format!("; expected the path of a configuration file{such}")
         }
     }
 }
@@ -865,13 +866,12 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
             format!("{}: no such file; did you mean {}?", folder.path().join("qurl.toml").display(), there.display());
         assert_eq!(error("qurl.toml"), expected);
         let expected = format!(
-            "{}: no such file; expected a configuration file, such as {}",
+            "{}: no such file; expected the path of a configuration file, such as {}",
             folder.path().join("nope.toml").display(),
             there.display()
         );
         assert_eq!(error("nope.toml"), expected);
-        let expected = "no such file; expected a configuration file, such as examples/fivedoctors/querl.toml";
-        assert!(error("none/nope.toml").ends_with(expected));
+        assert!(error("none/nope.toml").ends_with("no such file; expected the path of a configuration file"));
         assert!(error("run/config.resolved.toml").ends_with("config.resolved.toml: no such file"));
         assert!(error("").contains("is a folder, not a configuration file; did you mean"));
         // Symptom: "linked.toml: no such file; did you mean linked.toml?"

@@ -13,7 +13,7 @@ use crate::dataset::leaks::{Contexts, Shingles};
 use crate::dataset::records::RecordFile;
 use crate::error::DataError;
 use crate::table::{MAX_ROWS, is_chat, joined_ids, query_id};
-use crate::text::{has_control_characters, hash_of, normalise};
+use crate::text::{hash_of, normalise};
 use chrono::DateTime;
 use feedback::{Feedback, Tally};
 use groups::{GroupSets, Groups};
@@ -445,11 +445,6 @@ fn usable(line: &LoggedRewrite, format: Option<TableFormat>) -> Result<QueryRow,
     }
     if [&query, &profile, &history].iter().any(|text| text.len() > MAX_TEXT_BYTES) {
         return Err("with a text of more than 256 KiB");
-    }
-    if matches!(format, Some(TableFormat::Csv | TableFormat::Tsv))
-        && [&query, &profile, &history].into_iter().any(|text| has_control_characters(text))
-    {
-        return Err("with control characters");
     }
     if format == Some(TableFormat::Xlsx) && ![&query, &profile, &history].into_iter().all(|text| fits_cell(text)) {
         return Err("with a text that a cell of a workbook cannot hold");

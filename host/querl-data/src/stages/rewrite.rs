@@ -195,11 +195,13 @@ pub(super) fn parsed(
     prompts: &dyn Prompts,
 ) -> Result<Result<Completion, CallFailure>, DataError> {
     Ok(match prompts.parse_rewrite(&completion.text)? {
-        Ok(text) if without_control_characters(&text).trim().is_empty() => Err(CallFailure {
-            kind: FailureKind::InvalidResponse,
-            message: "the teacher's answer holds control characters alone".into(),
-        }),
-        Ok(text) => Ok(Completion { text: without_control_characters(&text).into_owned(), ..completion }),
+        Ok(text) => match without_control_characters(&text) {
+            text if text.trim().is_empty() => Err(CallFailure {
+                kind: FailureKind::InvalidResponse,
+                message: "the teacher's answer holds control characters alone".into(),
+            }),
+            text => Ok(Completion { text: text.into_owned(), ..completion }),
+        },
         Err(rejection) => Err(CallFailure {
             kind: FailureKind::InvalidResponse,
             message: format!("the teacher's answer holds no rewrite: {rejection}"),

@@ -181,7 +181,7 @@ impl Ledger {
     pub(crate) fn changed_after(&self, stage: StageName) -> Vec<String> {
         let Some(entry) = self.entry(stage.as_str()).filter(|entry| entry.finished) else { return Vec::new() };
         let is_changed = |input: &str, by: StageName| {
-            let Some(writer) = self.entry(by.as_str()).filter(|writer| writer.finished) else { return true };
+            let Some(writer) = self.entry(by.as_str()) else { return true };
             let name = input.strip_suffix(&format!(" of {by}")).unwrap_or(input);
             // Ledgers of earlier versions have no digests of outputs.
             let digest = writer.outputs.path_called(name).and_then(|path| writer.outputs.digest(Path::new(""), path));
@@ -189,6 +189,13 @@ impl Ledger {
         };
         let upstream = entry.inputs.upstream().into_iter();
         upstream.filter(|&(input, by)| is_changed(input, by)).map(|(input, _)| input.to_owned()).collect()
+    }
+
+    /// The first stage whose results the finished `stage` read and that has begun again since and is not finished.
+    pub(crate) fn unfinished_before(&self, stage: StageName) -> Option<StageName> {
+        let entry = self.entry(stage.as_str()).filter(|entry| entry.finished)?;
+        let is_unfinished = |by: &StageName| self.entry(by.as_str()).is_some_and(|writer| !writer.finished);
+        entry.inputs.upstream().into_iter().map(|(_, by)| by).find(is_unfinished)
     }
 
     /// Writes to `path` a ledger that has only `stages`, with the digests of `files`.

@@ -86,11 +86,12 @@ impl TextFacts {
         self.scripts.iter().max_by(|one, other| one.1.total_cmp(other.1)).map(|(script, _)| *script)
     }
 
-    /// A finding with a remedy if most letters of `passages` are in another script than those of these queries.
+    /// A finding with a remedy if queries and `passages` are in different scripts. Texts of one language may be: Japanese has two.
     pub(super) fn script_mismatch(&self, passages: &Self) -> Option<String> {
-        (passages.main_script() != self.main_script()).then(|| {
+        let (own, theirs) = (self.main_script()?, passages.main_script()?);
+        (own != theirs && self.language != passages.language).then(|| {
             format!(
-                "queries ({}) and passages ({}) are in other scripts: save the table as UTF-8 if its characters are not right; else use an \
+                "queries ({}) and passages ({}) are in different scripts: save the table as UTF-8 if its characters are not right; else use an \
                  embedding model of both languages, or let the teacher translate",
                 self.language, passages.language
             )
@@ -225,9 +226,10 @@ mod tests {
         assert_eq!(of(facts("query", "passage", 500, 9)).level, Level::Ok);
         // Symptom: a Korean table that was read as GB18030.
         let garbled = of(facts("鉴埃", "빨간불", 500, 9)).action;
-        let expected =
-            "queries (Chinese) and passages (Korean) are in other scripts: save the table as UTF-8 if its characters";
+        let expected = "queries (Chinese) and passages (Korean) are in different scripts: save the table as UTF-8 if its characters";
         assert!(garbled.starts_with(expected), "{garbled}");
+        let japanese = of(facts("住民票取得方法は", "これはかなのおおい文です", 500, 9));
+        assert_eq!(japanese.level, Level::Ok, "{japanese:?}");
         assert!(of(facts("query", "passage", 239, 9)).action.starts_with("add queries: 239 rows"));
         assert!(of(facts("query", "passage", 240, 0)).action.contains("data.gold_column"));
         // Regression: fewer rows than the line has as `train` were not explained, and histories not counted.

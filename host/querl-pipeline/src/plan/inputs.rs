@@ -98,7 +98,7 @@ impl PlanInputs {
     }
 }
 
-/// A warning if the queries and the passages of the knowledge base are in other scripts.
+/// A warning if the queries and the passages of the knowledge base are in different scripts.
 ///
 /// # Errors
 /// The queries or the knowledge base cannot be read.

@@ -157,15 +157,11 @@ impl Evaluated {
         let entry = entry.ok_or_else(not_evaluated)?;
         entry.outputs.check(dir.root(), StageName::Eval, &dir.eval_records())?;
         // An evaluation of an earlier checkpoint, or with other decoding settings, does not apply to this model.
-        let mut now = Inputs::default();
+        let mut now = run.checkpoint_inputs()?;
         add_decoding(&mut now, &run.config)?;
-        let mut changed = now.changed_since(&entry.inputs.only(|name| now.has(name)));
-        run.checkpoint_inputs()?;
-        Inputs::default().made_by(&ledger, StageName::Convert, &dir.split(Split::Test))?;
-        let compared = [format!("best of {}", run.system()), format!("test.jsonl of {}", StageName::Convert)];
-        changed.extend(ledger.changed_after(StageName::Eval).into_iter().filter(|name| compared.contains(name)));
-        changed.sort();
+        now.made_by(&ledger, StageName::Convert, &dir.split(Split::Test))?;
         let identity = identities.read(run)?;
+        let mut changed = now.changed_since(&entry.inputs.only(|name| now.has(name)));
         let plugin = &identity.digests[PROMPT_PLUGIN];
         changed.extend(
             entry.inputs.first_of(PROMPT_PLUGIN).filter(|used| !used.starts_with(plugin)).map(|_| PROMPT_PLUGIN.into()),

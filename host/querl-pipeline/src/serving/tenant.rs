@@ -298,7 +298,7 @@ impl TenantModel {
     pub(super) fn prompt(&self, query: &str, context: &Context) -> Result<Vec<Message>, SubmitError> {
         let input = PromptInput { query, context, rewrite: None };
         let messages = self.prompts.messages(PromptTask::PolicyRewrite, &input);
-        messages.map_err(|fault: PluginFault| SubmitError::Plugin(fault.without_texts()))
+        messages.map_err(|fault| SubmitError::Plugin(without_texts(&fault)))
     }
 
     /// Parses the rewrite in a response; a response that cannot be parsed is a failure, so that the client uses the raw query.
@@ -308,9 +308,15 @@ impl TenantModel {
             Ok(Ok(rewrite)) => Ok(rewrite),
             // Its detail may quote the response.
             Ok(Err(rejection)) => Err(failure("no_rewrite", format!("the response is rejected: {}", rejection.code))),
-            Err(fault) => Err(failure("plugin_fault", fault.without_texts())),
+            Err(fault) => Err(failure("plugin_fault", without_texts(&fault))),
         }
     }
+}
+
+/// The fault for responses and the log. Its message, which may quote users' texts, is logged at the level debug.
+fn without_texts(fault: &PluginFault) -> String {
+    tracing::debug!("{fault}");
+    fault.without_texts()
 }
 
 /// Seconds since 1970; 0 for earlier times.

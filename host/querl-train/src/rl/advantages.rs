@@ -22,9 +22,9 @@
 //! Departures from verl in group-relative advantages:
 //! 1. A response alone in its group (the others were dropped) has an advantage of 0. verl's `compute_grpo_outcome_advantage` and
 //!    `compute_rloo_outcome_advantage` take its reward; `compute_rloo_vectorized_outcome_advantage` takes 0 as well.
-//! 2. A group whose rewards deviate by less than [`EPSILON`], or than that share of the largest, has advantages of 0. verl divides
-//!    such rewards by their deviation: with equal scores, the rounding errors of KL in the reward become a tenth of other groups' advantages. `frac_reward_zero_std` counts these groups. RLOO and Dr. GRPO do not divide, so that rounding stays
-//!    negligible.
+//! 2. A group whose rewards deviate by less than [`EPSILON`], or than that share of the largest, has advantages of 0. verl divides such
+//!    rewards by their deviation: with equal scores, the rounding errors of KL in the reward become a tenth of other groups' advantages.
+//!    `frac_reward_zero_std` counts these groups. RLOO and Dr. GRPO do not divide, so that rounding stays negligible.
 //! 3. In RAFT such a group has no best response (the paper takes one of them), and neither has one whose best does not exceed the anchor.
 
 use super::losses::{Aggregation, Rows, kept, n_kept};

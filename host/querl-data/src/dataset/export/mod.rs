@@ -8,7 +8,6 @@ pub(crate) use xlsx::fits_cell;
 use crate::dataset::records::{RecordFile, Rows};
 use crate::error::DataError;
 use crate::request_log::lines::LoggedQueryRow;
-use crate::text::without_control_characters;
 use parquet::basic::Compression;
 use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
 use parquet::errors::ParquetError;
@@ -239,10 +238,10 @@ impl RowWriter for DelimitedWriter {
     fn row(&mut self, cells: &[Cell<'_>]) -> Result<(), DataError> {
         let text = |cell: &Cell<'_>| match cell {
             Cell::Empty => String::new(),
-            // A zero byte would make the table unreadable.
-            Cell::Text(text) => match without_control_characters(text) {
+            // A zero byte would make the table unreadable. Other characters stay as they are: the ids of rows are hashes of the texts.
+            Cell::Text(text) => match text.replace('\0', "") {
                 text if is_formula(&text) => format!("'{text}"),
-                text => text.into_owned(),
+                text => text,
             },
             Cell::Count(number) => number.to_string(),
             Cell::Score(number) => number.to_string(),

@@ -340,17 +340,19 @@ mod tests {
     #[test]
     fn an_evaluation_of_earlier_data_is_outdated_and_not_done() {
         let folder = folder();
-        let text = |digest: &str| {
+        let text = |digest: &str, finished: bool| {
             let output = serde_json::json!({ "data/test.jsonl": { "bytes": 1, "sha256": "aa" } });
-            let convert = serde_json::json!({ "inputs": {}, "finished": true, "outputs": output });
+            let convert = serde_json::json!({ "inputs": {}, "finished": finished, "outputs": output });
             let eval = serde_json::json!({ "inputs": { "test.jsonl of convert": digest }, "finished": true });
             let ledger = serde_json::json!({ "format": 1, "stages": { "convert": convert, "eval": eval } });
             fs::write(folder.path().join("stages.json"), ledger.to_string()).unwrap();
             picture(&Snapshot::read(&RunDir::new(folder.path()), None).unwrap(), 110).unwrap()
         };
-        let current = text("aa");
+        let current = text("aa", true);
         assert!(current.contains("eval done") && !current.contains("after the evaluation"), "{current}");
-        let outdated = text("bb");
+        let unfinished = text("bb", false);
+        assert!(unfinished.contains("convert began again after the evaluation and is not finished"), "{unfinished}");
+        let outdated = text("bb", true);
         assert!(outdated.contains("eval outdated") && !outdated.contains("eval done"), "{outdated}");
         assert!(outdated.contains("test.jsonl of convert changed after the evaluation"), "{outdated}");
     }
