@@ -238,7 +238,7 @@ fn start_on((stack_bytes, _): (usize, u64), environment: Arc<Environment<'static
     Ok(sender)
 }
 
-/// The value of the key `chat_template`: a template, or a list of named ones, of which transformers takes the one called `default`.
+/// The value of the key `chat_template`: a template, or a list of named ones; transformers takes the one called `default`.
 fn default_template<'a>(value: &'a serde_json::Value, source: &TemplateSource) -> Result<Option<&'a str>, ModelError> {
     let Some(list) = value.as_array() else { return Ok(value.as_str()) };
     let named = list.iter().filter_map(|entry| Some((entry["name"].as_str()?, entry["template"].as_str()?)));

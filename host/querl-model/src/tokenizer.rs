@@ -178,7 +178,7 @@ impl TextTokenizer {
         if ids.is_empty() { Err(self.template.error("renders this conversation to no tokens")) } else { Ok(ids) }
     }
 
-    /// The text of a prompt, of which [`Self::encode_prompt`] makes the token ids.
+    /// The text of a prompt, whose token ids [`Self::encode_prompt`] returns.
     ///
     /// # Errors
     /// The template refuses these messages.
