@@ -1,6 +1,6 @@
 //! The verdict on reinforcement learning: three sentences at the top of every report that say whether RL was worth its cost.
 
-use crate::evaluation::{Difference, Evaluation};
+use crate::evaluation::{Difference, Evaluation, FEW_GROUPS};
 use crate::metric::Metric;
 
 /// Metrics for the verdict, in order of preference: retrieval quality precedes rewards, which training optimises.
@@ -33,7 +33,8 @@ impl Outcome {
     }
 }
 
-/// The first paragraph of a report: [`rl_verdict`], after a sentence on each trained system that hardly changes the queries.
+/// The first paragraph of a report: [`rl_verdict`], after a warning about too few groups of queries and a sentence on each trained system that
+/// hardly changes the queries.
 pub(crate) fn first_paragraph(evaluation: &Evaluation) -> String {
     let controls = evaluation.controls.as_ref();
     let unchanged = [("rl", "RL"), ("sft", "SFT")].into_iter().filter_map(|(system, name)| {
@@ -45,7 +46,11 @@ pub(crate) fn first_paragraph(evaluation: &Evaluation) -> String {
         // More than 90 %.
         (10 * found.n_unchanged > 9 * found.n_answers).then(sentence)
     });
-    unchanged.chain(rl_verdict(evaluation)).collect::<Vec<_>>().join(" ")
+    let verdict = rl_verdict(evaluation);
+    let n_groups = evaluation.n_groups;
+    let too_few = (n_groups < FEW_GROUPS && !verdict.is_empty())
+        .then(|| format!("Only {n_groups} groups of test queries, so that what follows may be chance."));
+    too_few.into_iter().chain(unchanged).chain(verdict).collect::<Vec<_>>().join(" ")
 }
 
 /// Three sentences: RL compared with the raw queries, SFT and the teacher; the same on the second retriever; whether RL was worth its

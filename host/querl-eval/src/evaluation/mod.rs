@@ -136,9 +136,9 @@ pub struct Difference {
 }
 
 impl Difference {
-    /// True if the whole interval is above or below 0.
+    /// True if the whole interval is above or below 0. The interval of a single query has no width and shows nothing.
     pub fn excludes_zero(&self) -> bool {
-        self.low > 0.0 || self.high < 0.0
+        self.n > 1 && (self.low > 0.0 || self.high < 0.0)
     }
 }
 
@@ -238,7 +238,7 @@ impl Evaluation {
     /// A warning if there are too few groups for the intervals; `None` if there are enough.
     pub(crate) fn too_few_groups(&self) -> Option<String> {
         let n = self.n_groups;
-        (n < FEW_GROUPS).then(|| format!("only {n} groups of queries: the intervals are too narrow to conclude from"))
+        (n < FEW_GROUPS).then(|| format!("only {n} groups of queries: the intervals are narrower than the real uncertainty, and a `*` may be chance"))
     }
 
     pub(crate) fn systems_in_order(&self) -> Vec<(&str, &SystemEvaluation)> {

@@ -143,7 +143,7 @@ impl Dataset {
             facts.add_part(split.name(), rows.n());
         }
         facts.add("kept rows of train, for sft", self.n_for_sft);
-        facts.add("mean top1 of the kept", self.top1.value());
+        facts.add("mean score of the first hit of the kept", self.top1.value());
         self.splits.into_iter().chain([self.dropped]).try_for_each(RecordWriter::commit)?;
         Ok(facts)
     }

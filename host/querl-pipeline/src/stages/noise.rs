@@ -84,7 +84,11 @@ pub(super) fn warning(facts: &Facts, form: RewriteForm) -> Option<String> {
         ),
         _ => String::new(),
     };
-    finding(facts, form).map(|finding| format!("{finding}; {more}{REMEDY}"))
+    let edits = match form {
+        RewriteForm::Edit => ", or set data.rewrite_form = \"full\" if the base was pretrained on whole rewrites",
+        RewriteForm::Full => "",
+    };
+    finding(facts, form).map(|finding| format!("{finding}; {more}{REMEDY}{edits}"))
 }
 
 /// Before RL, stops or warns, as `on_noise` says, if the model after SFT produces noise. The result of SFT is kept.
@@ -139,6 +143,7 @@ mod tests {
         assert_eq!([of(None, None), of(Some(9.0), None)], [None, None]);
         let of_edits = |loss| of_form(RewriteForm::Edit, Some(loss), Some(6.0));
         assert!(of_edits(5.7).is_none() && of_edits(6.1).unwrap().contains("(limit: 6.00)"));
+        assert!(of_edits(6.1).unwrap().ends_with("if the base was pretrained on whole rewrites"));
     }
 
     /// Regression: after 10 steps on targets that mostly keep the query, the base model was named as the cause.

@@ -118,7 +118,7 @@ impl Tally {
         facts.add("looked up", self.n_found + self.n_empty + n_failed);
         facts.add("found passages", self.n_found).add("found nothing", self.n_empty);
         facts.add("retrieval failed", n_failed).add_parts(&self.failures);
-        facts.add("mean top1", self.top1.value());
+        facts.add("mean score of the first hit", self.top1.value());
         Done { facts, n_failed }
     }
 }

@@ -115,6 +115,13 @@ impl<'a> Trainer<'a> {
                 self.save(sink)?;
             }
             if self.is_finished() {
+                if !self.is_last_step() {
+                    let patience = self.task.config.early_stopping_patience;
+                    let reason = format!(
+                        "no higher validation reward in {patience} evaluations in a row (rl.early_stopping_patience)"
+                    );
+                    self.task.progress.line(&format!("training ends after step {}: {reason}", self.state.step));
+                }
                 return self.finish();
             }
             if self.task.stop_after.is_some_and(|last| self.state.step >= last) {

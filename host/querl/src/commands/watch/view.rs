@@ -136,14 +136,8 @@ fn draw_curve(name: &str, values: &[f64], frame: &mut Frame<'_>, area: Rect) {
 
 fn timing_line(training: &Training) -> Line<'static> {
     let parts = training.timing();
-    let total: f64 = training.last("timing_s/step").unwrap_or_else(|| parts.iter().map(|(_, s)| s).sum());
-    let part = |(name, seconds): &(&str, f64)| {
-        [
-            Span::raw(format!("{name} ")),
-            format!("{seconds:.2} s ").bold(),
-            format!("({:.0} %)  ", seconds / total * 100.0).fg(Color::DarkGray),
-        ]
-    };
+    // Phases overlap, contain others, or come after the step, so they have no shares of it.
+    let part = |(name, seconds): &(&str, f64)| [Span::raw(format!("{name} ")), format!("{seconds:.2} s  ").bold()];
     if parts.is_empty() {
         return Line::default();
     }
