@@ -300,7 +300,7 @@ async fn requests_that_wait_to_be_prepared_keep_their_deadline_and_are_limited()
     let ask = async |query: &str, tenant: &str, deadline_ms: u64| {
         server.asked("/v1/rewrite", json!({"query": query, "tenant": tenant, "deadline_ms": deadline_ms})).await
     };
-    let expired = futures::future::join_all((0..n_permits()).map(|_| ask("prepares 3000", "shop", 100))).await;
+    let expired = futures::future::join_all((0..n_permits()).map(|_| ask("prepares 6000", "shop", 100))).await;
     assert!(expired.iter().all(|(_, body)| body["fallback"] == "timeout"), "{expired:?}");
     let waiting = ask("a", "shop", 2500);
     let others = async {
