@@ -596,6 +596,19 @@ mod tests {
         }
     }
 
+    /// The failure of a teacher whose service always gives `answer` with status 200, with at most one retry; the number of requests.
+    async fn failure_of(answer: Value) -> (CallFailure, usize, ServiceContext) {
+        let server = MockServer::start().await;
+        let template = ResponseTemplate::new(200).set_body_json(answer);
+        Mock::given(path("/v1/chat/completions")).respond_with(template).mount(&server).await;
+        let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
+        let services = ServiceContext::default();
+        let teacher = open_teacher(&config, &EndpointConfig::default(), &DataConfig::default(), &services).unwrap();
+        let messages = [Message { role: "user".into(), content: "改写".into() }];
+        let failure = teacher.rewrite(&row("怎么吃", ""), &messages).await.unwrap_err();
+        (failure, server.received_requests().await.unwrap().len(), services)
+    }
+
     /// Regression: an aborted response was used as a rewrite, and a gateway's error was taken for an empty response.
     #[tokio::test]
     async fn errors_under_status_200_are_retried_and_quoted() {
@@ -613,16 +626,9 @@ mod tests {
             (limited, FailureKind::RateLimited, 2, "answered with an error: upstream rate limited"),
             (empty, FailureKind::Unauthorized, 1, "answered with an error: Insufficient credits"),
         ] {
-            let server = MockServer::start().await;
-            let template = ResponseTemplate::new(200).set_body_json(answer);
-            Mock::given(path("/v1/chat/completions")).respond_with(template).mount(&server).await;
-            let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
-            let services = ServiceContext::default();
-            let teacher = open_teacher(&config, &EndpointConfig::default(), &DataConfig::default(), &services).unwrap();
-            let messages = [Message { role: "user".into(), content: "改写".into() }];
-            let failure = teacher.rewrite(&row("怎么吃", ""), &messages).await.unwrap_err();
+            let (failure, n_requests, services) = failure_of(answer).await;
             assert!(failure.kind == kind && failure.message.ends_with(message), "{failure}");
-            assert_eq!(server.received_requests().await.unwrap().len(), n_asked);
+            assert_eq!(n_requests, n_asked);
             let spent = services.spend_tracker().of_stage("");
             assert_eq!((spent.prompt_tokens, spent.lost > 0), (0, message.contains("broken off")), "{spent:?}");
         }
@@ -687,19 +693,12 @@ mod tests {
     /// Regression: the text of a refusal was not shown, and the request was paid again.
     #[tokio::test]
     async fn a_refusal_of_the_model_is_quoted_and_final() {
-        let server = MockServer::start().await;
         let message = json!({"role": "assistant", "content": null, "refusal": "I cannot\n\u{1b}[31mhelp"});
         let answer = json!({"choices": [{"message": message, "finish_reason": "stop"}]});
-        let template = ResponseTemplate::new(200).set_body_json(answer);
-        Mock::given(path("/v1/chat/completions")).respond_with(template).mount(&server).await;
-        let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
-        let services = ServiceContext::default();
-        let teacher = open_teacher(&config, &EndpointConfig::default(), &DataConfig::default(), &services).unwrap();
-        let messages = [Message { role: "user".into(), content: "改写".into() }];
-        let failure = teacher.rewrite(&row("怎么吃", ""), &messages).await.unwrap_err();
+        let (failure, n_requests, _) = failure_of(answer).await;
         assert_eq!(failure.kind, FailureKind::InvalidResponse);
         assert!(failure.message.ends_with(": the model refused to answer: I cannot [31mhelp"), "{failure}");
-        assert_eq!(server.received_requests().await.unwrap().len(), 1);
+        assert_eq!(n_requests, 1);
     }
 
     /// Regression: an implausible token count was charged.

@@ -98,7 +98,14 @@ impl<'a> Trainer<'a> {
         };
         match &*newest {
             Some((step, state)) => trainer.restore(*step, state, sink)?,
-            None => trainer.rewind_logs(sink, &LogPositions::default())?,
+            None => {
+                let start = LogPositions::default();
+                trainer.rewind_logs(sink, &start)?;
+                if task.mesh.all.is_first() {
+                    // Every log begins with its start.
+                    rewind_episodes(task, &start)?;
+                }
+            }
         }
         Ok(trainer)
     }

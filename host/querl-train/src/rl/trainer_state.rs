@@ -191,7 +191,7 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Removes log entries after a checkpoint whose episodes [`rewind_episodes`] found unchanged.
+    /// Removes metrics and recorded steps after a checkpoint; [`rewind_episodes`] removes the episodes.
     pub(super) fn rewind_logs(&self, sink: &mut dyn MetricSink, logs: &LogPositions) -> Result<(), TrainError> {
         if !self.task.mesh.all.is_first() {
             return Ok(());
@@ -199,8 +199,7 @@ impl Trainer<'_> {
         if let Some(difference) = sink.rewind(logs.metrics).map_err(|source| self.io(source))? {
             warn_of_metrics(&difference, self.task.progress);
         }
-        step_record::remove_after(self.task, self.state.step)?;
-        rewind_episodes(self.task, logs)?.map_or(Ok(()), |difference| Err(TrainError::EpisodeLog(difference)))
+        step_record::remove_after(self.task, self.state.step)
     }
 }
 
