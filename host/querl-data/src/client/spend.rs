@@ -1,7 +1,7 @@
 //! Spend of external calls by stage and provider, over all processes of a run, and the budget that limits it.
 
 use crate::error::DataError;
-use querl_core::fsx::{ReadError, json_problem, read_bounded};
+use querl_core::fsx::{json_problem, read_bounded};
 use querl_core::records::{CallFailure, FailureKind};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -358,7 +358,7 @@ pub fn read_spend(path: &Path) -> Result<SpendByStage, DataError> {
             DataError::file(path, format!("not a record of spend: {problem}; remove the file to start from zero"))
         }),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(SpendByStage::default()),
-        Err(source) => Err(ReadError::Io { path: path.display().to_string(), source }.into()),
+        Err(source) => Err(DataError::read(path, source)),
     }
 }
 

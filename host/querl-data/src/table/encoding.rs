@@ -44,7 +44,7 @@ const UTF8_EVIDENCE_CHARS: usize = 16;
 
 /// Detects the encoding by the byte order mark, else UTF-8 if the whole file is valid, else GB18030.
 pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
-    let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
+    let unreadable = |error: io::Error| DataError::read(path, error);
     let encoding = byte_order_mark(path).map_err(unreadable)?;
     let Some(error_at) = first_error(path, encoding.unwrap_or(TextEncoding::Utf8)).map_err(unreadable)? else {
         return Ok(encoding.unwrap_or(TextEncoding::Utf8));
@@ -143,7 +143,7 @@ pub(crate) fn read_text(path: &Path) -> Result<String, DataError> {
 }
 
 fn read_text_up_to(path: &Path, max_bytes: u64) -> Result<String, DataError> {
-    let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
+    let unreadable = |error: io::Error| DataError::read(path, error);
     let mut bytes = Vec::new();
     let file = open_text(path, detect(path)?).map_err(unreadable)?;
     file.take(max_bytes + 1).read_to_end(&mut bytes).map_err(unreadable)?;
