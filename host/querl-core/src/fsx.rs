@@ -422,15 +422,9 @@ pub fn digest_hex(bytes: &[u8]) -> String {
 /// The file cannot be read.
 pub fn digest_file(path: &Path) -> io::Result<String> {
     use sha2::{Digest, Sha256};
-    use std::io::Read;
-    let mut file = std::fs::File::open(path)?;
-    let (mut digest, mut piece) = (Sha256::new(), vec![0; 256 << 10]);
-    loop {
-        match file.read(&mut piece)? {
-            0 => return Ok(hex::encode(digest.finalize())),
-            n_bytes => digest.update(&piece[..n_bytes]),
-        }
-    }
+    let (file, mut digest) = (std::fs::File::open(path)?, Sha256::new());
+    io::copy(&mut io::BufReader::with_capacity(256 << 10, file), &mut digest)?;
+    Ok(hex::encode(digest.finalize()))
 }
 
 #[cfg(test)]

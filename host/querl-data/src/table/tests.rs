@@ -118,15 +118,6 @@ fn all_formats_give_the_same_rows() {
 }
 
 #[test]
-fn gb18030_is_read_like_utf8() {
-    let folder = Folder::new();
-    let text = "问题,用户画像\n怎么吃,老人\n";
-    let config = folder.file("a.csv", encoding_rs::GB18030.encode(text).0);
-    assert_eq!(rows(&config), rows(&folder.file("b.csv", text)));
-    assert_eq!(open_queries(&config).unwrap().findings().encoding, Some("GB18030"));
-}
-
-#[test]
 fn columns_of_exported_tables_are_found() {
     let folder = Folder::new();
     let text = "original_query,rewritten_query,user_profile,history_summary,gold_ids\n怎么吃,x,老人,问过,p1\n";

@@ -284,7 +284,7 @@ fn write_vectors(folder: &Path, passages: &[Passage], embedder: &dyn Embedder) -
 impl VectorFile {
     fn open(folder: &Path, dimension: usize) -> Result<Self, DataError> {
         let path = folder.join(VECTORS);
-        let failed = |source| DataError::read(path, source);
+        let failed = |source| DataError::read(&path, source);
         let file = File::open(&path).map_err(failed)?;
         // SAFETY: the file is in the folder of a finished index, which this program never changes; a removed file stays mapped.
         let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
