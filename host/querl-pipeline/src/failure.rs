@@ -245,7 +245,7 @@ fn one_line(error: &anyhow::Error, place: &str) -> String {
     let mut sentence = String::new();
     let shown = shown_apart(error).map(|(details, note)| (details, format!("{note} is {place}")));
     for cause in error.chain() {
-        let cause = cause.downcast_ref().map_or_else(|| cause.to_string(), io_problem);
+        let cause = cause.downcast_ref::<std::io::Error>().map_or_else(|| cause.to_string(), io_problem);
         let cause = shown.as_ref().map_or_else(|| cause.clone(), |(details, note)| cause.replace(details, note));
         // Some libraries include the cause in their message.
         if !sentence.ends_with(&cause) {

@@ -295,17 +295,6 @@ fn width_is_converted_before_rows_are_compared() {
     assert_eq!(rows[0].id, query_id("VC怎么吃？", "", ""));
 }
 
-#[test]
-fn a_table_that_changes_between_readings_is_rejected() {
-    let folder = Folder::new();
-    let config = folder.file("a.csv", "问题\n甲\n");
-    let table = open_queries(&config).unwrap();
-    assert_eq!(table.read().unwrap().count(), 1);
-    folder.file("a.csv", "问题\n甲\n乙\n");
-    let error = table.read().err().unwrap().to_string();
-    assert!(error.ends_with("a.csv: was changed while it was read; run the same command again"), "{error}");
-}
-
 fn rejected(name: &str, content: impl AsRef<[u8]>) -> String {
     Folder::new().open(name, content).unwrap_err()
 }
