@@ -1,5 +1,6 @@
 //! Errors of manifests, bundles, keys and lock files.
 
+use querl_core::fsx::io_problem;
 use std::path::{Path, PathBuf};
 
 /// Errors of manifests, bundles, keys and lock files.
@@ -7,7 +8,7 @@ use std::path::{Path, PathBuf};
 #[allow(missing_docs)]
 pub enum BundleError {
     /// A file could not be read or written.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {}", path.display(), io_problem(source))]
     Io { path: PathBuf, source: std::io::Error },
     /// A manifest or a lock file is invalid at one position.
     #[error("{origin}:{line}: {message}")]

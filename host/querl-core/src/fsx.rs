@@ -120,22 +120,28 @@ pub fn is_exhausted(error: &io::Error) -> bool {
     is_kind || is_out_of_handles(error)
 }
 
-/// True for `ENFILE` and `EMFILE`, which have no `ErrorKind`; their numbers are the same on Linux, macOS and the BSDs.
-fn is_out_of_handles(error: &io::Error) -> bool {
+/// True for `ENFILE` and `EMFILE`: the limit of open files of the machine or of the process. They have no `ErrorKind`; their numbers are the
+/// same on Linux, macOS and the BSDs.
+pub fn is_out_of_handles(error: &io::Error) -> bool {
     cfg!(unix) && matches!(error.raw_os_error(), Some(23 | 24))
 }
 
-/// Text of an I/O error for the end of a message; for lack of memory or open files it begins with cause and remedy.
+/// Text of an I/O error for the end of a message. If the machine lacks a resource, it begins with the cause and the remedy.
 pub fn io_problem(error: &io::Error) -> String {
-    match error.kind() {
-        io::ErrorKind::OutOfMemory => {
-            format!(
-                "too little memory or address space to read it; free some, or raise the limit (`ulimit -v`): {error}"
-            )
+    use io::ErrorKind as Kind;
+    let remedy = match error.kind() {
+        Kind::OutOfMemory => {
+            "too little memory or address space to read it; free some, or raise the limit (`ulimit -v`)"
         }
-        _ if is_out_of_handles(error) => format!("too many files are open; raise the limit (`ulimit -n`): {error}"),
-        _ => error.to_string(),
-    }
+        Kind::StorageFull | Kind::QuotaExceeded => "the disk or its quota is full; make room on it",
+        // Without a number it is a limit of querl.
+        Kind::FileTooLarge if error.raw_os_error().is_some() => {
+            "a file reaches the limit on its size; raise the limit (`ulimit -f`)"
+        }
+        _ if is_out_of_handles(error) => "too many files are open; raise the limit (`ulimit -n`)",
+        _ => return error.to_string(),
+    };
+    format!("{remedy}: {error}")
 }
 
 /// Name prefix of temporary files.
@@ -416,15 +422,9 @@ pub fn digest_hex(bytes: &[u8]) -> String {
 /// The file cannot be read.
 pub fn digest_file(path: &Path) -> io::Result<String> {
     use sha2::{Digest, Sha256};
-    use std::io::Read;
-    let mut file = std::fs::File::open(path)?;
-    let (mut digest, mut piece) = (Sha256::new(), vec![0; 256 << 10]);
-    loop {
-        match file.read(&mut piece)? {
-            0 => return Ok(hex::encode(digest.finalize())),
-            n_bytes => digest.update(&piece[..n_bytes]),
-        }
-    }
+    let (file, mut digest) = (std::fs::File::open(path)?, Sha256::new());
+    io::copy(&mut io::BufReader::with_capacity(256 << 10, file), &mut digest)?;
+    Ok(hex::encode(digest.finalize()))
 }
 
 #[cfg(test)]
@@ -457,8 +457,25 @@ mod tests {
         let expected =
             "too little memory or address space to read it; free some, or raise the limit (`ulimit -v`): out of memory";
         assert_eq!(error, format!("a.jsonl: cannot be read: {expected}"));
-        assert!(io_problem(&exhausted[0]).starts_with("too many files are open; raise the limit (`ulimit -n`): "));
         assert_eq!(io_problem(&io::ErrorKind::NotFound.into()), "entity not found");
+    }
+
+    /// Regression: a full disk had a remedy in RL alone.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn full_disks_and_limits_on_files_have_a_remedy() {
+        for (number, remedy) in [
+            (28, "the disk or its quota is full; make room on it: "),
+            (122, "the disk or its quota is full; make room on it: "),
+            (27, "a file reaches the limit on its size; raise the limit (`ulimit -f`): "),
+            (24, "too many files are open; raise the limit (`ulimit -n`): "),
+            (5, ""),
+        ] {
+            let error = io::Error::from_raw_os_error(number);
+            assert_eq!(io_problem(&error), format!("{remedy}{error}"));
+        }
+        let too_long = io::Error::new(io::ErrorKind::FileTooLarge, "the file has more than 4 bytes");
+        assert_eq!(io_problem(&too_long), "the file has more than 4 bytes");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! A key that querl does not know may change what the model computes: it is refused and never ignored. Keys fall into three groups:
 //! those that the reader of an architecture uses, [`WITHOUT_EFFECT`], and those that have no effect with one value, [`NO_OPS`].
 
+use crate::fsx::io_problem;
 use serde_json::{Map, Value};
 use std::io::Read;
 use std::path::Path;
@@ -116,7 +117,7 @@ const NO_OPS: &[(&str, NoOp)] = &[
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
     /// The file is missing or unreadable.
-    #[error("cannot be read: {0}")]
+    #[error("cannot be read: {}", io_problem(.0))]
     Io(#[from] std::io::Error),
     /// The file is not a JSON object, or too large.
     #[error("{0}")]

@@ -1,6 +1,6 @@
 //! Errors of files, settings and stages. The failure of a single row is not an error, but part of its record.
 
-use querl_core::fsx::ReadError;
+use querl_core::fsx::{ReadError, io_problem};
 use querl_core::ports::PluginFault;
 use querl_core::records::CallFailure;
 use std::any::Any;
@@ -17,7 +17,7 @@ pub enum DataError {
     File { path: String, problem: String },
     #[error(transparent)]
     Lines(#[from] ReadError),
-    #[error("{path}: cannot be written: {source}")]
+    #[error("{path}: cannot be written: {}", io_problem(source))]
     Write { path: String, source: std::io::Error },
     /// A setting is missing or invalid; `key` is its dotted configuration key.
     #[error("{key} {problem}")]
@@ -49,6 +49,10 @@ impl DataError {
     /// An error of a line, counted from 1.
     pub(crate) fn line(path: &Path, line: usize, problem: String) -> Self {
         Self::File { path: format!("{}:{line}", path.display()), problem }
+    }
+
+    pub(crate) fn read(path: &Path, source: std::io::Error) -> Self {
+        Self::Lines(ReadError::Io { path: path.display().to_string(), source })
     }
 
     pub(crate) fn write(path: &Path, source: std::io::Error) -> Self {

@@ -233,7 +233,8 @@ fn a_stop_is_seen_while_the_job_runs_and_the_state_is_saved() {
 #[test]
 fn a_full_disk_of_the_host_keeps_its_message() {
     let (kind, message) = fine_tune(across, OnRecord::FullDisk).unwrap_err();
-    assert_eq!((kind, message.as_str()), (FailureKind::Failed, "FOLDER/sft: No space left on device (os error 28)"));
+    let expected = "FOLDER/sft: the disk or its quota is full; make room on it: No space left on device (os error 28)";
+    assert_eq!((kind, message.as_str()), (FailureKind::Failed, expected));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use querl_bundle::BundleError;
 use querl_bundle::oci::RegistryError;
 use querl_core::config::ConfigError;
 use querl_core::dir_lock::DirLockError;
-use querl_core::fsx::{ReadError, is_exhausted, is_input_error};
+use querl_core::fsx::{ReadError, io_problem, is_exhausted, is_input_error};
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_core::records::{CallFailure, FailureKind};
 use querl_core::run_dir::RunDir;
@@ -244,40 +244,15 @@ pub fn sentence_above_details(error: &anyhow::Error) -> String {
 fn one_line(error: &anyhow::Error, place: &str) -> String {
     let mut sentence = String::new();
     let shown = shown_apart(error).map(|(details, note)| (details, format!("{note} is {place}")));
-    for cause in error.chain().map(|cause| cause.to_string()) {
+    for cause in error.chain() {
+        let cause = cause.downcast_ref::<std::io::Error>().map_or_else(|| cause.to_string(), io_problem);
         let cause = shown.as_ref().map_or_else(|| cause.clone(), |(details, note)| cause.replace(details, note));
         // Some libraries include the cause in their message.
         if !sentence.ends_with(&cause) {
             sentence = if sentence.is_empty() { cause } else { format!("{sentence}: {cause}") };
         }
     }
-    // Some messages already contain the remedy.
-    if let Some(remedy) = exhaustion_remedy(error, &sentence).filter(|remedy| !sentence.contains(*remedy)) {
-        let end = if sentence.contains("same command") { "first" } else { "and run the same command again" };
-        sentence = format!("{sentence}; {remedy} {end}");
-    }
     sentence.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-/// What to do about a full disk, a file over the limit on file sizes, or too many open files. Errors of jobs and logs are text here, in which
-/// [`std::io::Error`] wrote the number of the operating system's error.
-fn exhaustion_remedy(error: &anyhow::Error, sentence: &str) -> Option<&'static str> {
-    let is_full = |cause: &(dyn std::error::Error + 'static)| {
-        let kind = cause.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-        matches!(kind, Some(std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded))
-    };
-    // ENOSPC, EFBIG, ENFILE and EMFILE: the same numbers on Linux, macOS and the BSDs; EDQUOT as on Linux.
-    let is_any =
-        |numbers: &[i32]| cfg!(unix) && numbers.iter().any(|number| sentence.contains(&format!("(os error {number})")));
-    if error.chain().any(is_full) || is_any(&[28, 122]) {
-        Some("make room on the disk")
-    } else if is_any(&[27]) {
-        Some("raise the limit (`ulimit -f`)")
-    } else if is_any(&[23, 24]) {
-        Some("raise the limit (`ulimit -n`)")
-    } else {
-        None
-    }
 }
 
 /// Output of a compiler, or the traceback of a plugin, which is too long for the sentence.
@@ -304,7 +279,6 @@ fn shown_apart(error: &anyhow::Error) -> Option<(&str, &'static str)> {
 mod tests {
     use super::*;
     use anyhow::Context;
-    use querl_core::fsx;
 
     #[test]
     fn a_folder_that_is_no_run_is_named_with_what_is_missing() {
@@ -430,40 +404,23 @@ mod tests {
         assert_eq!(sentence(&error), "a.txt: disk full");
     }
 
-    /// Regression: a full disk had a remedy in RL alone.
+    /// Regression: a full disk had a remedy in RL alone, and the error of a job, which is text, had none.
     #[test]
-    fn a_full_disk_has_a_remedy_in_every_command() {
+    fn a_full_disk_has_its_remedy_once_in_every_command() {
         let full = || std::io::Error::from(std::io::ErrorKind::StorageFull);
-        let remedy = "; make room on the disk and run the same command again";
-        let path = "data/rewrites.journal.jsonl".to_owned();
-        let error = anyhow::Error::from(DataError::Write { path, source: full() }).context("rewrite");
-        assert!(sentence(&error).ends_with(remedy), "{}", sentence(&error));
-        let own = anyhow::Error::from(full()).context("cannot be written; run the same command again to resume");
-        assert!(sentence(&own).ends_with("; make room on the disk first"), "{}", sentence(&own));
-    }
-
-    /// Regression: the error of a job is text, and had no remedy.
-    #[cfg(unix)]
-    #[test]
-    fn exhausted_resources_of_a_job_have_a_remedy() {
-        let said = |number: i32| {
-            let path = "sft/best/adapter_model.safetensors".into();
-            let error = JobError::from(TrainError::Io { path, source: std::io::Error::from_raw_os_error(number) });
-            sentence(&ending(error))
-        };
-        for (number, remedy) in [
-            (28, "(os error 28); make room on the disk and run the same command again"),
-            (27, "(os error 27); raise the limit (`ulimit -f`) and run the same command again"),
-            (24, "(os error 24); raise the limit (`ulimit -n`) and run the same command again"),
-        ] {
-            assert!(said(number).ends_with(remedy), "{}", said(number));
+        let end = io_problem(&full());
+        let path = || "a/b".to_owned();
+        let errors: [anyhow::Error; 5] = [
+            DataError::Write { path: path(), source: full() }.into(),
+            BundleError::Io { path: path().into(), source: full() }.into(),
+            anyhow::Error::from(full()).context("a/b: cannot be written"),
+            ending(JobError::from(TrainError::Io { path: path().into(), source: full() })),
+            ending(JobError::from(TrainError::Checkpoint { path: path().into(), source: full() })),
+        ];
+        for error in errors {
+            let sentence = sentence(&error.context("rewrite"));
+            assert!(sentence.ends_with(&format!(": {end}")), "{sentence}");
+            assert_eq!(sentence.matches("make room").count(), 1, "{sentence}");
         }
-        assert!(said(5).ends_with("(os error 5)"), "{}", said(5));
-        let source = std::io::Error::from_raw_os_error(28);
-        let checkpoint = JobError::from(TrainError::Checkpoint { path: "step-2.state".into(), source });
-        let expected = "to resume: No space left on device (os error 28); make room on the disk first";
-        assert!(sentence(&ending(checkpoint)).ends_with(expected));
-        let files = fsx::io_problem(&std::io::Error::from_raw_os_error(24));
-        assert_eq!(sentence(&anyhow::anyhow!(files.clone())), files);
     }
 }

@@ -5,7 +5,7 @@
 use crate::failure::Stop;
 use crate::host_functions::{RecordedCalls, RunHostFunctions};
 use querl_core::episodes::{self, RecordedEpisode};
-use querl_core::fsx::write_jsonl;
+use querl_core::fsx::{io_problem, write_jsonl};
 use querl_core::ports::{
     EpisodeInputs, Filter, InputUse, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts, RewardModel,
     RewardRange,
@@ -162,7 +162,7 @@ impl FaultLog {
             Ok(()) => {
                 format!("{message}; what it was given is in {file}, which `querl plugin replay {file}` gives it again")
             }
-            Err(error) => format!("{message} (what it was given cannot be written to {file}: {error})"),
+            Err(error) => format!("{message} (what it was given cannot be written to {file}: {})", io_problem(&error)),
         };
         PluginFault { message, ..fault }
     }

@@ -5,6 +5,7 @@ use crate::children::{self, Scratch};
 use crate::engine::MemoryReservation;
 use crate::text::printable;
 use crate::{cache, engine};
+use querl_core::fsx::io_problem;
 use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -53,7 +54,7 @@ pub struct CompileError(pub(crate) String);
 pub fn compile_child(input: &Path, output: &Path, timeout_ms: u64) -> Result<(), CompileError> {
     let failed = |path: &Path| {
         let path = path.display().to_string();
-        move |error: io::Error| CompileError(format!("{path}: {error}"))
+        move |error: io::Error| CompileError(format!("{path}: {}", io_problem(&error)))
     };
     limit_resources(timeout_ms).map_err(|error| CompileError(format!("its compiler cannot be limited: {error}")))?;
     let bytes = std::fs::read(input).map_err(failed(input))?;
@@ -90,7 +91,8 @@ pub(crate) fn in_child(
     output: &Path,
     (timeout_ms, reservation): (u64, MemoryReservation),
 ) -> Result<(), CompileError> {
-    let failed = |error: io::Error| CompileError(format!("compiling it with `{}`: {error}", program.display()));
+    let failed =
+        |error: io::Error| CompileError(format!("compiling it with `{}`: {}", program.display(), io_problem(&error)));
     let (input, stderr_path) = (output.with_file_name("component.wasm"), output.with_file_name("stderr"));
     std::fs::write(&input, bytes).map_err(failed)?;
     // A file, not a pipe, which would have to be read while the child runs.

@@ -12,6 +12,7 @@ use crate::source::SourceFolders;
 use crate::{host_functions, source, v0_1, v0_2, wasi};
 use querl_bundle::{ArchiveLimits, Bundle, BundleError, HostInterface, Manifest, PublicKey, check_component};
 use querl_core::config::PluginLimits;
+use querl_core::fsx::io_problem;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -203,7 +204,7 @@ fn untrusted(error: BundleError) -> PluginError {
 }
 
 fn read_component(file: &Path) -> Result<Vec<u8>, PluginError> {
-    let failed = |error: std::io::Error| unreadable(file, error.to_string());
+    let failed = |error: std::io::Error| unreadable(file, io_problem(&error));
     // Checked before opening the file, because opening a pipe blocks until there is a writer.
     if !std::fs::metadata(file).map_err(failed)?.is_file() {
         return Err(unreadable(file, "it is not a file; expected a component".into()));

@@ -10,6 +10,7 @@ use hyper::service::{HttpService, Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
+use querl_core::fsx::is_out_of_handles;
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
@@ -221,7 +222,7 @@ pub async fn serve(
             }
             Err(error) => {
                 tracing::debug!("a connection was not accepted: {error}");
-                if is_out_of_files(&error) {
+                if is_out_of_handles(&error) {
                     connections.close_oldest();
                 }
                 tokio::time::sleep(Duration::from_millis(10)).await;
@@ -253,11 +254,6 @@ fn with_handle(
             response
         }
     })
-}
-
-/// True for `EMFILE` and `ENFILE`: the limit of open files of the process (changed since the start) or of the machine.
-fn is_out_of_files(error: &io::Error) -> bool {
-    cfg!(unix) && matches!(error.raw_os_error(), Some(23 | 24))
 }
 
 async fn drain(in_progress: GracefulShutdown, connections: &Connections, drain_timeout: Duration) {

@@ -1,5 +1,6 @@
 //! Errors of training.
 
+use querl_core::fsx::io_problem;
 use querl_core::ports::EnvironmentError;
 use querl_model::{ModelError, RanksError};
 use std::path::PathBuf;
@@ -61,10 +62,12 @@ pub enum TrainError {
     },
     #[error("{what} panicked: {message}; internal error of querl or of the environment, please report it")]
     Thread { what: String, message: String },
-    #[error("{path}: {source}")]
+    #[error("{}: {}", path.display(), io_problem(source))]
     Io { path: PathBuf, source: std::io::Error },
     #[error(
-        "{path}: cannot be written; earlier checkpoints are complete; run the same command again to resume: {source}"
+        "{}: cannot be written; earlier checkpoints are complete; run the same command again to resume: {}",
+        path.display(),
+        io_problem(source)
     )]
     Checkpoint { path: PathBuf, source: std::io::Error },
     #[error("{stage} step {step}: out of device memory ({message}); {}", resume_hint(*saved))]

@@ -8,6 +8,7 @@ use crate::args::usage;
 use hf_hub::api::sync::{ApiBuilder, ApiError};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use querl_core::config::parse_model_name;
+use querl_core::fsx::io_problem;
 use sha2::{Digest, Sha256};
 use std::env;
 use std::fs;
@@ -111,7 +112,8 @@ fn fetch(cache: Cache, repo: Repo) -> Result<PathBuf, String> {
             verify(&path).map_err(|error| format!("{endpoint}/{id}: {file}: {error}"))?;
         }
     }
-    let unwritable = |error| format!("{}: cannot be written: {error}", cache.path().display());
+    let unwritable =
+        |error: io::Error| format!("{}: cannot be written: {}", cache.path().display(), io_problem(&error));
     cache.repo(repo.clone()).create_ref(&info.sha).map_err(unwritable)?;
     let incomplete =
         || format!("{endpoint}/{id} lacks config.json, adapter_config.json or a file of weights that its index names");
@@ -149,7 +151,12 @@ fn verify(pointer: &Path) -> Result<(), String> {
 }
 
 fn explain(error: &ApiError) -> String {
-    let ApiError::RequestError(request) = error else { return error.to_string() };
+    let request = match error {
+        ApiError::RequestError(request) => request,
+        ApiError::IoError(error) => return io_problem(error),
+        ApiError::TooManyRetries(error) => return format!("too many retries: {}", explain(error)),
+        error => return error.to_string(),
+    };
     match request.to_string() {
         text if text.contains("401") || text.contains("403") => {
             format!("{text}; no such model, or one that needs a token with access to it: set HF_TOKEN")

@@ -355,7 +355,8 @@ fn a_full_disk_is_a_clean_stop_that_can_be_resumed() {
     let said = limited.stderr;
     assert_eq!(limited.code, Some(1), "{said}");
     let message = "step-8.state: cannot be written; earlier checkpoints are complete; run the same command again to \
-                   resume: File too large (os error 27); raise the limit (`ulimit -f`) first\n";
+                   resume: a file reaches the limit on its size; raise the limit (`ulimit -f`): File too large (os error \
+                   27)\n";
     assert!(said.ends_with(message), "{said}");
     let done = full.querl(&args).ok();
     assert!(done.stderr.contains("sft: resuming from step 4\n"), "{done:#?}");

@@ -9,7 +9,7 @@ use crate::Bundle;
 use oci_client::Reference;
 use oci_client::manifest::OciImageManifest;
 use querl_core::config::REGISTRY_PREFIX;
-use querl_core::fsx::write_atomic;
+use querl_core::fsx::{io_problem, write_atomic};
 use std::path::{Path, PathBuf};
 
 const EXPECTED: &str = "is not a pinned reference; expected oci://HOST[:PORT]/REPO[:VERSION]@sha256:DIGEST, with the digest that `querl plugin push` \
@@ -152,8 +152,9 @@ impl PinnedReference {
         let written = std::fs::create_dir_all(cache)
             .and_then(|()| if manifest.is_empty() { Ok(()) } else { write_atomic(&of_manifest, manifest) })
             .and_then(|()| write_atomic(&path, archive));
-        let failed =
-            |error| RegistryError::at(&self.location, format!("{}: cannot be written: {error}", path.display()));
+        let failed = |error: std::io::Error| {
+            RegistryError::at(&self.location, format!("{}: cannot be written: {}", path.display(), io_problem(&error)))
+        };
         written.map_err(failed)?;
         Ok(path)
     }

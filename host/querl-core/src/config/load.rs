@@ -6,7 +6,7 @@ use super::check::{
 use super::document::{Document, DocumentError, Origin};
 use super::run::Config;
 use super::schema::{Violation, conform, json_schema, missing_sections};
-use crate::fsx::read_bounded;
+use crate::fsx::{io_problem, read_bounded};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -103,7 +103,7 @@ impl std::fmt::Display for ConfigLocation {
 pub enum ConfigError {
     #[error("{}: no such file{hint}", path.display())]
     Missing { path: PathBuf, hint: String },
-    #[error("{}: cannot be read: {source}", path.display())]
+    #[error("{}: cannot be read: {}", path.display(), io_problem(source))]
     Unreadable { path: PathBuf, source: io::Error },
     #[error("{location}: {message}")]
     Invalid { location: ConfigLocation, message: String },

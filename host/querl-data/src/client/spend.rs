@@ -1,7 +1,7 @@
 //! Spend of external calls by stage and provider, over all processes of a run, and the budget that limits it.
 
 use crate::error::DataError;
-use querl_core::fsx::{ReadError, json_problem, read_bounded};
+use querl_core::fsx::{json_problem, read_bounded};
 use querl_core::records::{CallFailure, FailureKind};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -252,7 +252,7 @@ impl SpendTracker {
             .as_ref()
             .map_or_else(String::new, |(n, last)| format!("; {n} request(s) had no usable answer, the last: {last}"));
         let message = format!(
-            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is in flight or may have been charged, the next call may cost {max_cost:.4}{unusable}; raise `budget` and run the same command to resume",
+            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} was in flight or may have been charged, the next call may cost {max_cost:.4}{unusable}; raise `budget` and run the same command to resume",
         );
         CallFailure { kind: FailureKind::OverBudget, message }
     }
@@ -358,7 +358,7 @@ pub fn read_spend(path: &Path) -> Result<SpendByStage, DataError> {
             DataError::file(path, format!("not a record of spend: {problem}; remove the file to start from zero"))
         }),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(SpendByStage::default()),
-        Err(source) => Err(ReadError::Io { path: path.display().to_string(), source }.into()),
+        Err(source) => Err(DataError::read(path, source)),
     }
 }
 
@@ -532,7 +532,7 @@ mod tests {
         drop(start_call(&tracker, 0.3).await);
         let failure = tracker.reserve("teacher m", 0.3).await.unwrap_err();
         assert!(failure.kind.is_fatal());
-        assert!(failure.message.starts_with("the budget of 1 is spent: 0.5000 was charged, 0.3000 is"), "{failure}");
+        assert!(failure.message.starts_with("the budget of 1 is spent: 0.5000 was charged, 0.3000 was"), "{failure}");
         let spent = tracker.of_stage("");
         assert_eq!((spent.calls, spent.failed, spent.lost), (2, 1, 1));
     }

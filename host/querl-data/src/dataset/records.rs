@@ -310,7 +310,7 @@ pub(crate) struct IndexedLines {
 
 impl IndexedLines {
     pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
-        let file = File::open(path).map_err(|error| DataError::file(path, format!("cannot be read: {error}")))?;
+        let file = File::open(path).map_err(|error| DataError::read(path, error))?;
         let reader = BufReader::with_capacity(1 << 16, file);
         Ok(Self { path: path.to_owned(), reader, at: 0, buffer: Vec::new() })
     }

@@ -28,7 +28,7 @@ pub struct DamagedLine {
 
 /// The log files of a folder, in the order of their days.
 pub(super) fn log_files(folder: &Path) -> Result<Vec<LogFile>, DataError> {
-    let unreadable = |error: io::Error| DataError::file(folder, format!("the request log cannot be read: {error}"));
+    let unreadable = |error: io::Error| DataError::read(folder, error);
     if !folder.is_dir() {
         return Err(DataError::file(folder, "there is no such folder; name the folder of --request_log"));
     }
@@ -57,7 +57,7 @@ impl LogFile {
         &self,
         mut on_line: impl FnMut(usize, Result<RequestLogLine, DamagedLine>) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
-        let unreadable = |error: io::Error| DataError::file(&self.path, format!("cannot be read: {error}"));
+        let unreadable = |error: io::Error| DataError::read(&self.path, error);
         let file = File::open(&self.path).map_err(unreadable)?;
         let mut reader = BufReader::with_capacity(1 << 16, file.take(self.n_bytes));
         let mut buffer = Vec::new();

@@ -66,23 +66,24 @@ impl Mapping {
         let builtin = builtin(config.service)?;
         let own = &config.mapping;
         let pointers = |key: &str, own: &Option<Vec<String>>, builtin: Option<Vec<String>>| {
-            let pointers = own.clone().or(builtin);
-            check_pointers(key, pointers.iter().flatten())?;
-            pointers.filter(|pointers| !pointers.is_empty()).ok_or_else(|| missing(key))
+            let pointers = own.clone().or(builtin).unwrap_or_default();
+            check_pointers(key, &pointers).map(|()| pointers)
+        };
+        let required = |key: &str, own: &Option<Vec<String>>, builtin: Option<Vec<String>>| {
+            let pointers = pointers(key, own, builtin)?;
+            if pointers.is_empty() { Err(missing(key)) } else { Ok(pointers) }
         };
         let request = own.request.clone().or(builtin.request).ok_or_else(|| missing("request"))?;
         let request = serde_json::to_value(request)
             .map_err(|error| DataError::setting("retrieval.mapping.request", format!("has no JSON form: {error}")))?;
         check_placeholders(&request)?;
-        let status = own.status.clone().or(builtin.status).unwrap_or_default();
-        check_pointers("status", status.iter())?;
         Ok(Self {
             request,
-            list: pointers("list", &own.list, builtin.list)?,
-            id: pointers("id", &own.id, builtin.id.or(Some(Vec::new()))).or_else(optional)?,
-            title: pointers("title", &own.title, builtin.title.or(Some(Vec::new()))).or_else(optional)?,
-            text: pointers("text", &own.text, builtin.text)?,
-            score: pointers("score", &own.score, builtin.score.or(Some(Vec::new()))).or_else(optional)?,
+            list: required("list", &own.list, builtin.list)?,
+            id: pointers("id", &own.id, builtin.id)?,
+            title: pointers("title", &own.title, builtin.title)?,
+            text: required("text", &own.text, builtin.text)?,
+            score: pointers("score", &own.score, builtin.score)?,
             scale: ScoreScale::resolve(own, builtin.score_order, builtin.score_range, builtin.score_half)?,
             threshold_range: range(
                 "threshold_range",
@@ -90,7 +91,7 @@ impl Mapping {
                 [f64::MIN, f64::MAX],
             )?,
             top_k_range: range("top_k_range", own.top_k_range.or(builtin.top_k_range), [0, usize::MAX])?,
-            status,
+            status: pointers("status", &own.status, builtin.status)?,
             success: own.success.clone().or(builtin.success).unwrap_or_default(),
         })
     }
@@ -207,15 +208,8 @@ fn range<T: PartialOrd + std::fmt::Debug>(key: &str, given: Option<[T; 2]>, all:
     }
 }
 
-fn optional(error: DataError) -> Result<Vec<String>, DataError> {
-    match &error {
-        DataError::Setting { problem, .. } if problem.starts_with("is not set") => Ok(Vec::new()),
-        _ => Err(error),
-    }
-}
-
-fn check_pointers<'a>(key: &str, mut pointers: impl Iterator<Item = &'a String>) -> Result<(), DataError> {
-    match pointers.find(|pointer| !pointer.is_empty() && !pointer.starts_with('/')) {
+fn check_pointers(key: &str, pointers: &[String]) -> Result<(), DataError> {
+    match pointers.iter().find(|pointer| !pointer.is_empty() && !pointer.starts_with('/')) {
         Some(pointer) => Err(DataError::setting(
             format!("retrieval.mapping.{key}"),
             format!("has `{pointer}`, which is no JSON pointer; write it as `/{pointer}`"),

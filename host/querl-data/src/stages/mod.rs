@@ -13,13 +13,12 @@ pub use rewrite::{LocalRewriteCollector, LocalRewriteStage, rewrite, rewrite_in_
 use crate::dataset::records::{Journal, JournalRecord, RecordLocation, RecordWriter, Rows, changed_meanwhile};
 use crate::error::DataError;
 use crate::text::hash_of;
-use futures::StreamExt;
+use futures::stream::{FuturesUnordered, StreamExt};
 use querl_core::ports::{Progress, RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, FailureKind, RewriteRecord, ValidatedRecord};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Number of rows: the stage stops if the first rows to finish all failed with the same kind of failure.
+/// Number of rows: the stage stops if the first rows to finish all failed with the same kind of failure, and no call in flight succeeds.
 const FIRST_ROWS: usize = 8;
 
 /// Outcome of a row: success, a failure, or `None` if there was nothing to do.
@@ -92,38 +91,41 @@ async fn call_all<'a, Record: StageRecord, F: Future<Output = Result<Record, Dat
 ) -> Result<StageResults<'a, Record>, DataError> {
     let mut collector = Collector::new(rows, journal, progress)?;
     let pending: Vec<bool> = collector.locations.iter().map(|location| *location == RecordLocation::PENDING).collect();
-    let stopped = AtomicBool::new(false);
-    let rows_left = rows.read()?.enumerate().take_while(|_| !stopped.load(Ordering::Relaxed) && !progress.is_stopped());
+    let is_pending = |index: usize| pending.get(index).copied().unwrap_or(true);
+    let mut rows_left = rows.read()?.enumerate().filter(|(index, _)| is_pending(*index)).fuse();
     let call = &call;
-    let calls =
-        rows_left.filter(|(index, _)| pending.get(*index).copied().unwrap_or(true)).map(|(index, row)| async move {
-            let record = match row {
-                Ok(row) => call(row).await,
-                Err(error) => Err(error),
-            };
-            (index, record)
-        });
-    let mut results = std::pin::pin!(futures::stream::iter(calls).buffer_unordered(max_concurrent.max(1)));
+    let start = |(index, row): (usize, Result<Record::Row, DataError>)| async move {
+        let record = match row {
+            Ok(row) => call(row).await,
+            Err(error) => Err(error),
+        };
+        (index, record)
+    };
+    let mut in_flight = FuturesUnordered::new();
     collector.report();
-    let mut reason: Option<DataError> = None;
-    // After a reason to stop, calls in flight are awaited, because they are paid for.
-    while let Some((index, record)) = results.next().await {
+    let mut error: Option<DataError> = None;
+    loop {
+        // After a reason to stop, calls in flight are awaited, because they are paid for.
+        let continues = error.is_none() && collector.reason_to_stop().is_none() && !progress.is_stopped();
+        while continues && in_flight.len() < max_concurrent.max(1) {
+            let Some(row) = rows_left.next() else { break };
+            in_flight.push(start(row));
+        }
+        let Some((index, record)) = in_flight.next().await else { break };
         match record {
             // The call may not have been made; the next run tries the row again.
             Ok(record)
                 if progress.is_stopped()
                     && matches!(record.outcome(), Some(Err(failure)) if !failure.kind.is_fatal()) => {}
             Ok(record) => collector.take(index, &record)?,
-            Err(error) => reason = reason.or(Some(error)),
+            Err(new) => error = error.or(Some(new)),
         }
-        reason = reason.or_else(|| collector.reason_to_stop());
-        if reason.as_ref().is_some_and(is_service_down) {
+        if collector.reason_to_stop().is_some_and(|reason| is_service_down(&reason)) {
             break;
         }
-        stopped.store(reason.is_some(), Ordering::Relaxed);
     }
-    if let Some(reason) = reason {
-        return Err(collector.with_final_counts(reason));
+    if let Some(reason) = error.or_else(|| collector.reason_to_stop()) {
+        return Err(collector.with_failures_before_budget(reason));
     }
     let (journal, locations) = collector.end()?;
     Ok(StageResults { rows, journal, locations })
@@ -151,10 +153,11 @@ struct Collector<'a, T> {
     progress: &'a dyn Progress,
     n_done: usize,
     n_tried: usize,
-    /// The stage ends if this many rows were tried and all failed alike.
+    /// The stage ends if this many rows were tried, all failed alike, and no call in flight succeeds.
     n_first: usize,
     n_succeeded: usize,
     n_succeeded_before: usize,
+    first_failed_alike: bool,
     failures: Vec<(CallFailure, usize)>,
 }
 
@@ -179,6 +182,7 @@ impl<'a, T: StageRecord> Collector<'a, T> {
             n_first: FIRST_ROWS.min(n_pending),
             n_succeeded,
             n_succeeded_before: n_succeeded,
+            first_failed_alike: false,
             failures: Vec::new(),
         })
     }
@@ -201,19 +205,14 @@ impl<'a, T: StageRecord> Collector<'a, T> {
         }
     }
 
-    /// The reason for a stop, after the calls that were in flight have ended.
-    fn with_final_counts(&self, reason: DataError) -> DataError {
-        let is_without_success = self.n_succeeded == self.n_succeeded_before;
+    /// For a spent budget, names the failures that it may have been spent on.
+    fn with_failures_before_budget(&self, reason: DataError) -> DataError {
         match (reason, self.commonest_failure()) {
-            (DataError::NoSuccess { .. }, Some(counted)) if is_without_success => counted,
-            // Failures may be what the budget was spent on.
-            (DataError::Service(CallFailure { kind: kind @ FailureKind::OverBudget, message }), Some(other)) => {
-                let message = match other {
-                    DataError::NoSuccess { n_failed, failure, .. } if !message.contains(&failure.message) => {
-                        format!("{message}; {n_failed} row(s) failed before, most often: {failure}")
-                    }
-                    _ => message,
-                };
+            (
+                DataError::Service(CallFailure { kind: kind @ FailureKind::OverBudget, message }),
+                Some(DataError::NoSuccess { n_failed, failure, .. }),
+            ) if !message.contains(&failure.message) => {
+                let message = format!("{message}; {n_failed} row(s) failed, most often: {failure}");
                 DataError::Service(CallFailure { kind, message })
             }
             (reason, _) => reason,
@@ -231,17 +230,19 @@ impl<'a, T: StageRecord> Collector<'a, T> {
             Some((_, n)) => *n += 1,
             None => self.failures.push((failure.clone(), 1)),
         }
+        // If other rows succeeded before, these rows may fail individually, unless the service is unreachable.
+        let may_be_their_fault = self.n_succeeded_before > 0 && failure.kind != FailureKind::Unreachable;
+        let all_alike = matches!(self.failures.as_slice(), [(_, n_alike)] if *n_alike == self.n_first);
+        self.first_failed_alike |= all_alike && self.n_tried == self.n_first && !may_be_their_fault;
     }
 
+    /// Changes while calls are in flight: a success shows that the service can answer.
     fn reason_to_stop(&self) -> Option<DataError> {
         if let Some((failure, _)) = self.failures.iter().find(|(failure, _)| failure.kind.is_fatal()) {
             return Some(DataError::Service(failure.clone()));
         }
-        let [(failure, n_alike)] = self.failures.as_slice() else { return None };
-        // If other rows succeeded before, these rows may fail individually, unless the service is unreachable.
-        let may_be_their_fault = self.n_succeeded_before > 0 && failure.kind != FailureKind::Unreachable;
-        let all_alike = self.n_tried == self.n_first && *n_alike == self.n_first;
-        if all_alike && !may_be_their_fault { self.commonest_failure() } else { None }
+        let is_futile = self.first_failed_alike && self.n_succeeded == self.n_succeeded_before;
+        if is_futile { self.commonest_failure() } else { None }
     }
 
     fn commonest_failure(&self) -> Option<DataError> {

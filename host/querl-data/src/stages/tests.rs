@@ -314,6 +314,17 @@ async fn counts_of_an_error_include_the_calls_in_flight() {
     );
 }
 
+/// Regression: the message was "none of 8 row(s) tried succeeded" where calls in flight had succeeded, and the other rows were left.
+#[tokio::test]
+async fn a_success_in_flight_lets_a_stage_continue_whose_first_rows_failed_alike() {
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
+    let failing: Vec<(usize, FailureKind)> = (6..42).map(|row| (row, FailureKind::InvalidResponse)).collect();
+    let (rows, teacher, progress) = (rows(40), Scripted::new(&failing), LastProgress::default());
+    let results = rewrite(&rows, &teacher, &Plain, Journal::open(&output).unwrap(), 12, &progress).await;
+    results.unwrap().write(|_| Ok(())).unwrap();
+    assert_eq!(progress.0.into_inner().unwrap(), (40, "36 failed".to_owned()));
+}
+
 /// Regression: rows that were never sent counted as done, and the failures before a spent budget were not named.
 #[tokio::test]
 async fn a_spent_budget_counts_called_rows_and_names_their_failure() {
@@ -321,7 +332,8 @@ async fn a_spent_budget_counts_called_rows_and_names_their_failure() {
     let failing: Vec<(usize, FailureKind)> = (2..14).map(|row| (row, kind(row))).collect();
     let (error, last) = stopped(12, &failing).await;
     assert_eq!(last, (6, "6 failed".to_owned()));
-    let expected = "over budget: the budget is spent; 6 row(s) failed before, most often: invalid response: the service message so";
+    let expected =
+        "over budget: the budget is spent; 6 row(s) failed, most often: invalid response: the service message so";
     assert!(error.ends_with(expected), "{error}");
 }
 

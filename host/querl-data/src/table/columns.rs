@@ -40,21 +40,13 @@ impl ColumnReader {
     /// # Errors
     /// The table has changed and has another query in this row, it cannot be read, or the row is larger than the limits of [`Columns`].
     pub fn read(&mut self, query: &QueryRow) -> Result<Columns, DataError> {
-        let changed = || {
-            let problem = format!(
-                "row {} is not the query that the run rewrote: the table was changed since; restore it, or run again with `--from rewrite`",
-                query.row
-            );
-            DataError::file(&self.path, problem)
-        };
-        loop {
-            let Some(row) = self.rows.next() else { return Err(changed()) };
+        for row in self.rows.by_ref() {
             let (number, mut cells) = row?;
             if number < query.row {
                 continue;
             }
             if number > query.row || self.query.read(number, &cells).id != query.id {
-                return Err(changed());
+                break;
             }
             let value = |(index, name): &(usize, String)| {
                 Some((name.clone(), std::mem::take(cells.get_mut(*index)?).into_value()?))
@@ -62,6 +54,11 @@ impl ColumnReader {
             let columns = Columns(self.others.iter().filter_map(value).collect());
             return self.checked(number, columns);
         }
+        let problem = format!(
+            "row {} is not the query that the run rewrote: the table was changed since; restore it, or run again with `--from rewrite`",
+            query.row
+        );
+        Err(DataError::file(&self.path, problem))
     }
 
     fn checked(&self, row: usize, columns: Columns) -> Result<Columns, DataError> {

@@ -218,9 +218,9 @@ pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
 
 /// Reports a wrong file extension by the first bytes of the file.
 pub(super) fn check_first_bytes(path: &Path, extension: &str) -> Result<(), DataError> {
-    let unreadable = |error| DataError::file(path, format!("cannot be read: {error}"));
     let mut start = Vec::new();
-    std::fs::File::open(path).and_then(|file| file.take(4).read_to_end(&mut start)).map_err(unreadable)?;
+    let read = std::fs::File::open(path).and_then(|file| file.take(4).read_to_end(&mut start));
+    read.map_err(|error| DataError::read(path, error))?;
     let (expected, what, remedy) = match start.as_slice() {
         b"PK\x03\x04" => ("xlsx", "a workbook or another archive", "give a workbook the ending .xlsx"),
         b"PAR1" => ("parquet", "parquet", "give it that ending"),
@@ -308,7 +308,7 @@ const END: &str = "\n\0";
 /// with the row.
 fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataError> {
     let encoding = detect(path)?;
-    let text = open_text(path, encoding).map_err(|error| DataError::file(path, format!("cannot be read: {error}")))?;
+    let text = open_text(path, encoding).map_err(|error| DataError::read(path, error))?;
     let of_file = path.to_owned();
     let problem = move |error: csv::Error| {
         DataError::file(&of_file, format!("not readable as a table of {} text: {error}", encoding.name()))

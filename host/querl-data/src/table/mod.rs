@@ -116,7 +116,7 @@ impl QueryTable {
     fn row_digests(&mut self) -> Result<Vec<RowDigest>, DataError> {
         let mut digests = Vec::new();
         let table = open_source(&self.config)?;
-        let (header, is_guessed) = (table.header.clone(), table.encoding == Some(TextEncoding::Gb18030));
+        let (header, is_guessed) = (table.header.clone(), table.encoding.is_some_and(TextEncoding::is_guess));
         for (index, row) in (0..).zip(table.rows(&self.columns.used())?) {
             let (row, cells) = row?;
             if index >= MAX_ROWS {
@@ -318,11 +318,9 @@ impl Findings {
             .map(|(rows, what)| format!("{} {what} ({})", rows.n, rows.listing()))
             .collect();
         let mut notes = Vec::new();
-        // GB18030 is a guess: files of one-byte encodings are often valid GB18030.
-        if let Some(guess) = self.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030.name()) {
-            let cell = self.decoded_cell.as_ref().map(|cell| format!(": {cell}")).unwrap_or_default();
+        if let (Some(guess), Some(cell)) = (self.encoding, &self.decoded_cell) {
             notes.push(format!(
-                "the table is read as {guess}, a guess{cell}; save it as UTF-8 if this text is not right"
+                "the table is read as {guess}, a guess: {cell}; save it as UTF-8 if this text is not right"
             ));
         }
         let quoted = |names: &[String]| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
@@ -535,7 +533,7 @@ fn missing_column(table: &Table, name: &str, key: &str) -> DataError {
     let other = DataConfig::other_name(name).map(|other| format!(" or `{other}`")).unwrap_or_default();
     let sheet = table.sheet.as_ref().map(|sheet| format!("{sheet}: ")).unwrap_or_default();
     // A wrong encoding garbles the header.
-    let decoded = table.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030);
+    let decoded = table.encoding.filter(|encoding| encoding.is_guess());
     let decoded = decoded.map(|encoding| format!(" (read as {})", encoding.name())).unwrap_or_default();
     let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded}");
     let names: Vec<&str> = [name].into_iter().chain(DataConfig::other_name(name)).collect();

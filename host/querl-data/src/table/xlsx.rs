@@ -7,6 +7,7 @@ use calamine::{
     Data, DataRef, Dimensions, ExcelDateTime, Reader, Sheet, SheetType, SheetVisible, Xlsx, XlsxCellReader, XlsxError,
 };
 use querl_core::records::ColumnValue;
+use rust_xlsxwriter::utility::row_col_to_cell;
 use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -35,6 +36,9 @@ const MAX_TEXTS: usize = 1 << 23;
 
 /// Maximum size of the rows, which are held in memory.
 const MAX_HELD_BYTES: usize = 1 << 30;
+
+/// The remedy for a workbook that is too large.
+const BY_ROW: &str = "save the table as .csv or .parquet, which are read row by row";
 
 type Workbook = Xlsx<BufReader<File>>;
 
@@ -153,12 +157,10 @@ fn check_parts(path: &Path) -> Result<u64, DataError> {
             n_bytes += n as u64;
             n_all += n as u64;
             if n_all > MAX_ALL_BYTES {
-                let remedy = "save the table as .csv or .parquet, which are read row by row";
-                return Err(DataError::file(path, format!("inflates to more than {MAX_ALL_BYTES} bytes; {remedy}")));
+                return Err(DataError::file(path, format!("inflates to more than {MAX_ALL_BYTES} bytes; {BY_ROW}")));
             }
             if n_bytes > max_bytes {
-                let remedy = "save the table as .csv or .parquet, which are read row by row";
-                let problem = format!("`{shown}` inflates to more than {max_bytes} bytes; {remedy}");
+                let problem = format!("`{shown}` inflates to more than {max_bytes} bytes; {BY_ROW}");
                 return Err(DataError::file(path, problem));
             }
             // The library keeps a tag, or the text between two tags, in memory.
@@ -275,13 +277,8 @@ struct SheetCell<'a> {
 
 /// A cell address such as `B2`, from indices that start at 0.
 fn address(row: u32, column: u32) -> String {
-    let (mut letters, mut rest) = (Vec::new(), u64::from(column) + 1);
-    while rest > 0 {
-        letters.push(b'A' + ((rest - 1) % 26) as u8);
-        rest = (rest - 1) / 26;
-    }
-    letters.reverse();
-    format!("{}{}", String::from_utf8_lossy(&letters), u64::from(row) + 1)
+    // A merged range in the file may end outside of a sheet.
+    row_col_to_cell(row.min(SHEET_ROWS as u32 - 1), column.min(SHEET_COLUMNS as u32 - 1) as u16)
 }
 
 impl SheetCell<'_> {
@@ -418,8 +415,7 @@ fn read_rows(
         *n_held += n_missing * size_of::<TableCell>() + if is_used { cell.n_bytes() } else { 0 };
         if *n_held > MAX_HELD_BYTES {
             let problem = format!("the cells up to row {number} take more than {MAX_HELD_BYTES} bytes");
-            let remedy = "save the table as .csv or .parquet, which are read row by row";
-            return Err(DataError::file(path, format!("{problem}; {remedy}")));
+            return Err(DataError::file(path, format!("{problem}; {BY_ROW}")));
         }
         row.resize(row.len() + n_missing, TableCell::default());
         row[column] = match is_used {

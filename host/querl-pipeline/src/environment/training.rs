@@ -4,6 +4,7 @@ use super::columns::RowColumns;
 use super::judging::Judging;
 use super::scorer::{Baselines, ScoreRequest, ScoredEpisode, Scorer, Scores};
 use crate::plugin_activity::{self, CallMeter};
+use querl_core::fsx::io_problem;
 use querl_core::ports::{Environment, EnvironmentError, LogMark, PolicyResponse, ScoredResponses};
 use querl_core::records::{DatasetRow, EpisodeRecord, Split};
 use std::collections::BTreeMap;
@@ -156,7 +157,7 @@ impl EpisodeLog {
     pub(crate) fn append(&self, records: &[EpisodeRecord]) -> Result<(), EnvironmentError> {
         let mut lines = Vec::new();
         for record in records {
-            serde_json::to_writer(&mut lines, record).map_err(|error| self.failed(&error))?;
+            serde_json::to_writer(&mut lines, record).map_err(|error| self.failed(&error.into()))?;
             lines.push(b'\n');
         }
         let mut log = self.file();
@@ -196,8 +197,8 @@ impl EpisodeLog {
         self.file.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    fn failed(&self, error: &dyn std::fmt::Display) -> EnvironmentError {
-        EnvironmentError::Record(format!("{}: cannot be written: {error}", self.path.display()))
+    fn failed(&self, error: &std::io::Error) -> EnvironmentError {
+        EnvironmentError::Record(format!("{}: cannot be written: {}", self.path.display(), io_problem(error)))
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::children::{self, Scratch};
 use crate::error::PluginError;
 use querl_bundle::{HostInterface, Kind, Manifest, PluginSection};
+use querl_core::fsx::io_problem;
 use std::ffi::OsStr;
 use std::fmt::Write;
 use std::io::ErrorKind;
@@ -117,7 +118,9 @@ impl ScriptFolder {
             }
             std::fs::write(folder.join("querl-plugin.wit"), self.world())
         })();
-        written.map_err(|error: std::io::Error| self.refused(format!("its build cannot be prepared: {error}")))
+        written.map_err(|error: std::io::Error| {
+            self.refused(format!("its build cannot be prepared: {}", io_problem(&error)))
+        })
     }
 
     fn world(&self) -> String {
@@ -152,7 +155,8 @@ impl ScriptFolder {
     /// start of the build, when the sources were read.
     pub(super) fn put_component(&self, make: impl FnOnce(&Path) -> Result<(), PluginError>) -> Result<(), PluginError> {
         let started = SystemTime::now();
-        let failed = |error: std::io::Error| self.refused(format!("its component cannot be written: {error}"));
+        let failed =
+            |error: std::io::Error| self.refused(format!("its component cannot be written: {}", io_problem(&error)));
         std::fs::create_dir_all(self.dist()).map_err(failed)?;
         let scratch = tempfile::Builder::new().prefix(".building-").tempdir_in(self.dist()).map_err(failed)?;
         let scratch = Scratch::new(scratch);

@@ -9,6 +9,7 @@ use super::folder::{ScriptFolder, WORLD};
 use crate::children::Scratch;
 use crate::error::PluginError;
 use querl_bundle::{ArchiveLimits, Kind};
+use querl_core::fsx::io_problem;
 use std::ffi::OsStr;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -105,7 +106,9 @@ impl Build for PythonFolder {
     }
 
     fn build(&self) -> Result<(), PluginError> {
-        let failed = |error: std::io::Error| self.script.refused(format!("its build cannot be prepared: {error}"));
+        let failed = |error: std::io::Error| {
+            self.script.refused(format!("its build cannot be prepared: {}", io_problem(&error)))
+        };
         let scratch = tempfile::Builder::new().prefix("querl-build-").tempdir().map(Scratch::new).map_err(failed)?;
         std::fs::write(scratch.path().join(format!("{ENTRY}.py")), self.entry()).map_err(failed)?;
         let wit = scratch.path().join("wit");

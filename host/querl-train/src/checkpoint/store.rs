@@ -420,7 +420,7 @@ mod tests {
         });
         let message = full.unwrap_err().to_string();
         let expected = "step-10.state: cannot be written; earlier checkpoints are complete; run the same command \
-                        again to resume: no storage space";
+                        again to resume: the disk or its quota is full; make room on it: no storage space";
         assert!(message.ends_with(expected), "{message}");
         assert_eq!((newest(&store), files(folder.path())), (Some((5, 5)), vec!["step-5.state".to_owned()]));
     }

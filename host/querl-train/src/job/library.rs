@@ -10,6 +10,7 @@ use super::{
 };
 use crate::rl::RlSummary;
 use crate::sft::SftSummary;
+use querl_core::fsx::io_problem;
 use querl_core::ports::{Environment, EnvironmentError, RolloutEngine};
 use querl_core::records::Split;
 use std::ffi::c_void;
@@ -222,7 +223,7 @@ impl Context<'_, '_> {
 
     fn answer(&self, request: Request) -> Result<Reply, String> {
         let metrics = || lock(self.callbacks.metrics);
-        let io = |error: std::io::Error| error.to_string();
+        let io = |error: std::io::Error| io_problem(&error);
         let scoring = |error: EnvironmentError| self.keep(JobError::Environment(error));
         Ok(match request {
             Request::RecordMetrics { stage, step, metrics: values } => {

@@ -354,7 +354,7 @@ impl BatchState {
                 }
             },
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(DataError::file(path, format!("cannot be read: {error}"))),
+            Err(error) => Err(DataError::read(path, error)),
         }
     }
 

@@ -4,7 +4,7 @@ use super::{Batch, BatchState, BatchTeacher, FileLimits, SubmittedBatches, promp
 use crate::client::spend::{Spend, Usage};
 use crate::error::DataError;
 use crate::text::hash_of;
-use querl_core::fsx::MAX_LINE_BYTES;
+use querl_core::fsx::{MAX_LINE_BYTES, io_problem};
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message};
 use serde_json::Value;
@@ -107,7 +107,8 @@ impl BatchTeacher {
         let most_bytes = 32_u64.saturating_mul(self.client.most_tokens(&[]).1).saturating_add(16_384);
         let most_bytes = most_bytes.saturating_mul(n_prompts as u64).saturating_add(1 << 20);
         let invalid = |what: String| self.failure(FailureKind::InvalidResponse, &format!("{path}: {what}"));
-        let unkept = |error: io::Error| invalid(format!("cannot be kept in {}: {error}", folder.display()));
+        let unkept =
+            |error: io::Error| invalid(format!("cannot be kept in {}: {}", folder.display(), io_problem(&error)));
         let file = tempfile::tempfile_in(folder).map_err(unkept)?;
         let mut n_try = 1;
         loop {

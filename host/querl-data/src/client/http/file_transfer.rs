@@ -6,6 +6,7 @@ use crate::client::spend::CallSpend;
 use crate::error::DataError;
 use futures::stream;
 use querl_core::config::CallsConfig;
+use querl_core::fsx::io_problem;
 use querl_core::records::{CallFailure, FailureKind};
 use reqwest::multipart::{Form, Part};
 use reqwest::{Body, Method, RequestBuilder};
@@ -86,7 +87,7 @@ impl FileTransfer {
         let call = &Call::get(path);
         self.carry(|| async {
             let unwritten = |error: io::Error| {
-                let what = format!("the answers cannot be kept on this machine: {error}");
+                let what = format!("the answers cannot be kept on this machine: {}", io_problem(&error));
                 FailedAttempt { retry: Retry::Useless, ..self.failed(call, FailureKind::InvalidResponse, what) }
             };
             let mut file = file;

@@ -18,6 +18,7 @@ use querl_core::config::TableFormat;
 use querl_core::fsx::{AtomicFile, UTF8_MARK};
 use querl_core::records::{RewriteRecord, ValidatedRecord};
 use serde::de::DeserializeOwned;
+use std::borrow::Cow;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -78,7 +79,7 @@ const LOGGED: &[Column] = &[
 #[derive(Debug, Clone, PartialEq)]
 enum Cell<'a> {
     Empty,
-    Text(std::borrow::Cow<'a, str>),
+    Text(Cow<'a, str>),
     Count(u64),
     Score(f64),
     Flag(bool),
@@ -186,9 +187,8 @@ impl TableRecord for LoggedQueryRow {
     }
 
     fn cells(&self) -> Cells<'_> {
-        let texts = [&self.original_query, &self.user_profile, &self.history_summary];
-        let texts = texts.map(|text| if text.is_empty() { Cell::Empty } else { Cell::Text(text.into()) });
-        let gold = if self.gold_ids.is_empty() { Cell::Empty } else { text_cell(self.gold_ids.join(",")) };
+        let texts = [&self.original_query, &self.user_profile, &self.history_summary].map(text_cell);
+        let gold = text_cell(self.gold_ids.join(","));
         let others = [gold, Cell::Text((&self.group).into()), Cell::Count(self.requests), Cell::Count(self.fallbacks)];
         Cells(texts.into_iter().chain(others).collect())
     }
@@ -197,22 +197,18 @@ impl TableRecord for LoggedQueryRow {
 fn query_cells(record: &RewriteRecord) -> [Cell<'_>; 4] {
     let rewrite = record.rewrite.as_ref().map_or("", |completion| completion.text.as_str());
     let query = &record.query;
-    [&query.original_query, rewrite, &query.user_profile, &query.history_summary].map(|text| match text {
-        "" => Cell::Empty,
-        text => Cell::Text(text.into()),
-    })
+    [&query.original_query, rewrite, &query.user_profile, &query.history_summary].map(text_cell)
 }
 
 fn last_cells(record: &RewriteRecord) -> [Cell<'_>; 2] {
-    let gold = match record.query.gold_ids.join(",") {
-        ids if ids.is_empty() => Cell::Empty,
-        ids => text_cell(ids),
-    };
-    [gold, Cell::Text(record.query.group.as_str().into())]
+    [text_cell(record.query.gold_ids.join(",")), Cell::Text((&record.query.group).into())]
 }
 
-fn text_cell<'a>(text: String) -> Cell<'a> {
-    Cell::Text(text.into())
+fn text_cell<'a>(text: impl Into<Cow<'a, str>>) -> Cell<'a> {
+    match text.into() {
+        text if text.is_empty() => Cell::Empty,
+        text => Cell::Text(text),
+    }
 }
 
 struct DelimitedWriter {

@@ -14,7 +14,7 @@ use crate::text::fold;
 use folder::{IndexCacheSettings, IndexFolder, ReadOnlyDirectory};
 use memmap2::Mmap;
 use querl_core::config::{Language, RetrievalConfig};
-use querl_core::fsx::{ReadError, digest_file, digest_hex, is_exhausted};
+use querl_core::fsx::{digest_file, digest_hex, is_exhausted};
 use querl_core::ports::Embedder;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -166,7 +166,7 @@ fn unopened(folder: &Path, error: &TantivyError) -> DataError {
         {
             let of_text = || io::Error::new(cause.kind(), cause.to_string());
             let source = cause.raw_os_error().map_or_else(of_text, io::Error::from_raw_os_error);
-            ReadError::Io { path: folder.display().to_string(), source }.into()
+            DataError::read(folder, source)
         }
         _ => DataError::file(folder, format!("cannot be read: {error}; remove it, it is made again")),
     }
@@ -284,7 +284,7 @@ fn write_vectors(folder: &Path, passages: &[Passage], embedder: &dyn Embedder) -
 impl VectorFile {
     fn open(folder: &Path, dimension: usize) -> Result<Self, DataError> {
         let path = folder.join(VECTORS);
-        let failed = |source| DataError::from(ReadError::Io { path: path.display().to_string(), source });
+        let failed = |source| DataError::read(&path, source);
         let file = File::open(&path).map_err(failed)?;
         // SAFETY: the file is in the folder of a finished index, which this program never changes; a removed file stays mapped.
         let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
@@ -343,9 +343,7 @@ impl SourcesDigest {
         let mut parts = vec![FORM.to_owned(), format!("{language:?}")];
         let optional = [&config.lexicon, &config.user_dictionary, &config.synonyms].map(Option::as_deref);
         for path in std::iter::once(Some(knowledge_base)).chain(optional) {
-            let digest = path.map(|path| {
-                digest_file(path).map_err(|error| DataError::file(path, format!("cannot be read: {error}")))
-            });
+            let digest = path.map(|path| digest_file(path).map_err(|error| DataError::read(path, error)));
             // A missing file differs from an empty one.
             parts.push(digest.transpose()?.unwrap_or_default());
         }

@@ -8,7 +8,7 @@ use querl_bundle::oci::{Credentials, RegistryReference, Transport};
 use querl_bundle::{Bundle, BundleError, KeyForm, Manifest, PublicKey, SigningKey};
 use querl_conformance::{Outcome, Report, SuiteOptions};
 use querl_core::config::PluginLimits;
-use querl_core::fsx::write_atomic;
+use querl_core::fsx::{io_problem, write_atomic};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{compiler, open_host};
 use querl_plugin::SourceFolders;
@@ -153,7 +153,7 @@ fn write_key(key: &SigningKey, path: &Path) -> anyhow::Result<()> {
     }
     key.write_new(path)?;
     write_atomic(&public, key.public().to_pem().as_bytes())
-        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", public.display())).into())
+        .map_err(|error| Stop::usage(format!("{}: cannot be written: {}", public.display(), io_problem(&error))).into())
 }
 
 /// Refuses a path that is not a file.
@@ -362,7 +362,7 @@ fn write_bundle(path: &Path, bytes: &[u8]) -> Result<(), Stop> {
     let folder = path.parent().unwrap_or(Path::new(""));
     std::fs::create_dir_all(folder)
         .and_then(|()| write_atomic(path, bytes))
-        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))
+        .map_err(|error| Stop::usage(format!("{}: cannot be written: {}", path.display(), io_problem(&error))))
 }
 
 /// Why `new` must not replace the file at `path` without `--force`: content or signatures would be lost. `None` if nothing would be.

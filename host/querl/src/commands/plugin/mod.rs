@@ -14,7 +14,7 @@ use crate::terminal;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use querl_conformance::{CheckEvent, CheckProgress, HostArgs, Outcome, SuiteOptions, serve_host};
-use querl_core::fsx::write_atomic;
+use querl_core::fsx::{io_problem, write_atomic};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{PluginUse, Plugins, Used, compiler};
 use querl_plugin::{BuildOutput, PluginKind};
@@ -140,7 +140,7 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
     let report = querl_conformance::run(&args.path, &options)?;
     if let Some(path) = &args.junit {
         write_atomic(path, report.junit().as_bytes())
-            .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
+            .map_err(|error| Stop::usage(format!("{}: cannot be written: {}", path.display(), io_problem(&error))))?;
     }
     args.format.print(&report.json(), || report.text())?;
     bundle::conforms(&report)

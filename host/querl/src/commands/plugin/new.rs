@@ -5,6 +5,7 @@ use crate::args::one_of;
 use clap::Args;
 use clap::builder::TypedValueParser;
 use querl_bundle::{Kind, Language};
+use querl_core::fsx::io_problem;
 use querl_pipeline::failure::Stop;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -56,7 +57,7 @@ pub fn run(args: &NewArgs) -> anyhow::Result<()> {
         let parent = path.parent().unwrap_or(&folder);
         std::fs::create_dir_all(parent)
             .and_then(|()| std::fs::write(&path, file.bytes))
-            .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
+            .map_err(|error| Stop::usage(format!("{}: cannot be written: {}", path.display(), io_problem(&error))))?;
     }
     let mut stdout = std::io::stdout().lock();
     writeln!(stdout, "{}: a {kind} plugin in {}\n\nnext:", folder.display(), spelled(language))?;
