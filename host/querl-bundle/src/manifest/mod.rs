@@ -8,7 +8,7 @@ use querl_core::fsx::digest_hex;
 use semver::Version;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use toml::{Table, Value};
+use toml::Value;
 
 pub use settings::{SettingProblem, SettingSpec, SettingType, check_settings};
 
@@ -225,13 +225,31 @@ impl Manifest {
         format!("{}-{}.querl", self.plugin.id, self.plugin.version)
     }
 
-    /// The manifest as TOML, with keys in a fixed order and without comments. Parsing it gives an equal value.
+    /// The manifest as TOML, with sections in the order of the documentation, keys in a fixed order and without comments. Parsing it gives an equal value.
     pub fn to_text(&self) -> String {
-        manifest_text(self)
+        let mut text = String::new();
+        write_section(&mut text, "plugin", &plugin(&self.plugin));
+        for (key, spec) in &self.settings {
+            write_section(&mut text, &format!("settings.{key}"), &setting(spec));
+        }
+        let limits = limits(&self.limits);
+        if !limits.is_empty() {
+            write_section(&mut text, "limits", &limits);
+        }
+        if let Some(build) = self.build {
+            write_section(&mut text, "build", &[("language", build.language.name().into())]);
+        }
+        if let Some(bundle) = &self.bundle {
+            let keys = [
+                ("format", number(bundle.format)),
+                ("component", bundle.component.as_str().into()),
+                ("component_bytes", number(bundle.component_bytes)),
+            ];
+            write_section(&mut text, "bundle", &keys);
+        }
+        text
     }
-}
 
-impl Manifest {
     /// The limits of `host`, lowered to those that the plugin requests.
     ///
     /// # Errors
@@ -262,41 +280,12 @@ fn lower<N: Copy + PartialOrd + std::fmt::Display>(key: &str, asked: Option<N>, 
     }
 }
 
-/// Sections in the order of the documentation, keys in a fixed order.
-fn manifest_text(manifest: &Manifest) -> String {
-    let mut text = String::new();
-    write_section(&mut text, "plugin", plugin(&manifest.plugin));
-    for (key, spec) in &manifest.settings {
-        write_section(&mut text, &format!("settings.{key}"), setting(spec));
-    }
-    let limits = limits(&manifest.limits);
-    if !limits.is_empty() {
-        write_section(&mut text, "limits", limits);
-    }
-    if let Some(build) = manifest.build {
-        write_section(&mut text, "build", vec![("language", build.language.name().into())]);
-    }
-    if let Some(bundle) = &manifest.bundle {
-        let keys = vec![
-            ("format", number(bundle.format)),
-            ("component", bundle.component.as_str().into()),
-            ("component_bytes", number(bundle.component_bytes)),
-        ];
-        write_section(&mut text, "bundle", keys);
-    }
-    text
-}
-
-fn write_section(text: &mut String, name: &str, keys: Vec<(&str, Value)>) {
+fn write_section(text: &mut String, name: &str, keys: &[(&str, Value)]) {
     if !text.is_empty() {
         text.push('\n');
     }
     text.push_str(&format!("[{name}]\n"));
-    for (key, value) in keys {
-        // Written key by key, because the library's table may have another order of keys.
-        let line = Table::from_iter([(key.to_owned(), value)]);
-        text.push_str(&line.to_string());
-    }
+    document::write_keys(text, keys);
 }
 
 fn plugin(plugin: &PluginSection) -> Vec<(&'static str, Value)> {
