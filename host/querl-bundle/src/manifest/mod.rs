@@ -6,6 +6,7 @@ use crate::error::BundleError;
 use querl_core::config::PluginLimits;
 use querl_core::fsx::digest_hex;
 use semver::Version;
+use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use toml::Value;
@@ -28,7 +29,8 @@ const LARGEST_BYTES: u64 = ArchiveLimits::DEFAULT.text_bytes;
 
 querl_core::named_enum! {
     /// Kind of a plugin.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+    #[serde(rename_all = "kebab-case")]
     pub enum Kind {
         /// Renders a tenant's prompts and parses the responses to them.
         Prompt = "prompt",
@@ -169,6 +171,23 @@ pub struct RequestedLimits {
     pub host_calls_per_item: Option<u64>,
 }
 
+impl RequestedLimits {
+    /// The limits that are requested, by key, in the order of the documentation.
+    pub fn by_key(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
+        let bytes = |limit: Option<usize>| limit.map(|bytes| bytes as u64);
+        let keys = [
+            ("fuel_per_call", self.fuel_per_call),
+            ("fuel_per_item", self.fuel_per_item),
+            ("timeout_ms", self.timeout_ms),
+            ("memory_bytes", bytes(self.memory_bytes)),
+            ("output_bytes", bytes(self.output_bytes)),
+            ("log_bytes", bytes(self.log_bytes)),
+            ("host_calls_per_item", self.host_calls_per_item),
+        ];
+        keys.into_iter().filter_map(|(key, limit)| Some((key, limit?)))
+    }
+}
+
 /// Section `[build]` of the manifest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BuildSection {
@@ -232,7 +251,7 @@ impl Manifest {
         for (key, spec) in &self.settings {
             write_section(&mut text, &format!("settings.{key}"), &setting(spec));
         }
-        let limits = limits(&self.limits);
+        let limits: Vec<_> = self.limits.by_key().map(|(key, limit)| (key, number(limit))).collect();
         if !limits.is_empty() {
             write_section(&mut text, "limits", &limits);
         }
@@ -325,20 +344,6 @@ fn setting(spec: &SettingSpec) -> Vec<(&'static str, Value)> {
         keys.push(("doc", spec.doc.as_str().into()));
     }
     keys
-}
-
-fn limits(limits: &RequestedLimits) -> Vec<(&'static str, Value)> {
-    let bytes = |bytes: usize| number(bytes as u64);
-    let keys = [
-        ("fuel_per_call", limits.fuel_per_call.map(number)),
-        ("fuel_per_item", limits.fuel_per_item.map(number)),
-        ("timeout_ms", limits.timeout_ms.map(number)),
-        ("memory_bytes", limits.memory_bytes.map(bytes)),
-        ("output_bytes", limits.output_bytes.map(bytes)),
-        ("log_bytes", limits.log_bytes.map(bytes)),
-        ("host_calls_per_item", limits.host_calls_per_item.map(number)),
-    ];
-    keys.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
 }
 
 fn number(count: u64) -> Value {
