@@ -3,6 +3,7 @@
 use crate::document::{self, Document, Section, or_list, write_keys};
 use crate::error::BundleError;
 use semver::Version;
+use serde::Serialize;
 use std::path::{Path, PathBuf};
 use toml::Value;
 
@@ -28,7 +29,7 @@ pub enum LockKind {
 }
 
 /// A plugin as a lock file records it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LockEntry {
     /// What the configuration uses it for, such as `prompt`, `filter` or `reward`.
     pub role: String,
@@ -53,7 +54,8 @@ pub struct LockEntry {
 
 querl_core::named_enum! {
     /// Kind of file at a plugin's path.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+    #[serde(rename_all = "snake_case")]
     pub enum LockSource {
         /// A `.querl` bundle.
         Bundle = "bundle",

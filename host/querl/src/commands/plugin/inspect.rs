@@ -202,7 +202,7 @@ fn to_json(found: &Inspected) -> Value {
         "bundle": found.bundle.as_ref().map(Bundle::digest),
         "signers": signers.map(|signature| signature.key().to_string()).collect::<Vec<_>>(),
         "refused": found.plugin.as_ref().err(),
-        "settings": found.settings().map(settings_json).unwrap_or_else(|| json!({})),
+        "settings": found.settings().map_or_else(|| json!({}), |settings| json!(settings)),
         "inputs": description.into_iter().flat_map(|description| description.inputs.used()).map(|(name, used)| (name, used == InputUse::Required)).collect::<BTreeMap<_, _>>(),
         "host_functions": plugin.into_iter().flat_map(Plugin::host_functions).map(|interface| interface.name()).collect::<Vec<_>>(),
         "limits": manifest.into_iter().flat_map(|manifest| manifest.limits.by_key()).collect::<BTreeMap<_, _>>(),
@@ -210,19 +210,4 @@ fn to_json(found: &Inspected) -> Value {
         "exports": plugin.map(Plugin::exports).unwrap_or_default(),
         "files": files.map(|(name, content)| (name.to_owned(), json!(content.len()))).collect::<serde_json::Map<_, _>>(),
     })
-}
-
-fn settings_json(settings: &BTreeMap<String, SettingSpec>) -> Value {
-    let setting = |(key, spec): (&String, &SettingSpec)| {
-        let value = json!({
-            "type": spec.kind.name(),
-            "default": spec.default,
-            "minimum": spec.minimum,
-            "maximum": spec.maximum,
-            "choices": spec.choices,
-            "doc": spec.doc,
-        });
-        (key.clone(), value)
-    };
-    Value::Object(settings.iter().map(setting).collect())
 }
