@@ -68,11 +68,7 @@ impl ArchiveLimits {
     }
 }
 
-impl Default for ArchiveLimits {
-    fn default() -> Self {
-        Self::DEFAULT
-    }
-}
+const LIMITS: ArchiveLimits = ArchiveLimits::DEFAULT;
 
 /// Why one part of an archive is refused.
 #[derive(Debug)]
@@ -205,16 +201,16 @@ const TAR: &str = "tar stream";
 /// A decoded size up to this is accepted at any compression ratio.
 const HARMLESS_BYTES: u64 = 4 << 20;
 
-pub(crate) fn read(bytes: &[u8], limits: &ArchiveLimits) -> Result<BTreeMap<String, Vec<u8>>, Damage> {
+pub(crate) fn read(bytes: &[u8]) -> Result<BTreeMap<String, Vec<u8>>, Damage> {
     let n_bytes = bytes.len() as u64;
-    if n_bytes > limits.compressed_bytes {
-        return Err(Damage::new(STREAM, too_large(n_bytes, limits.compressed_bytes)));
+    if n_bytes > LIMITS.compressed_bytes {
+        return Err(Damage::new(STREAM, too_large(n_bytes, LIMITS.compressed_bytes)));
     }
     let frame = unseal(bytes)?;
-    let tar_limit = limits.tar_bytes.min(HARMLESS_BYTES.saturating_add(n_bytes.saturating_mul(limits.ratio)));
+    let tar_limit = LIMITS.tar_bytes.min(HARMLESS_BYTES.saturating_add(n_bytes.saturating_mul(LIMITS.ratio)));
     let mut decoder = decoder(frame)?;
     let mut stream = Stream { source: &mut decoder, n_left: tar_limit, tar_limit };
-    let files = read_entries(&mut stream, limits)?;
+    let files = read_entries(&mut stream)?;
     let rest = rest_of(decoder)?;
     match rest.is_empty() {
         true => Ok(files),
@@ -227,9 +223,8 @@ pub(crate) fn read(bytes: &[u8], limits: &ArchiveLimits) -> Result<BTreeMap<Stri
 type Decoder<'a> = zstd::Decoder<'static, &'a [u8]>;
 
 fn decoder(frame: &[u8]) -> Result<Decoder<'_>, Damage> {
-    let failed = |error: io::Error| Damage::new(STREAM, format!("cannot be decoded: {error}"));
-    let mut decoder = zstd::Decoder::with_buffer(frame).map_err(failed)?.single_frame();
-    decoder.window_log_max(WINDOW_LOG).map_err(failed)?;
+    let mut decoder = zstd::Decoder::with_buffer(frame).map_err(|error| undecodable(&error))?.single_frame();
+    decoder.window_log_max(WINDOW_LOG).map_err(|error| undecodable(&error))?;
     Ok(decoder)
 }
 
@@ -295,7 +290,7 @@ impl Stream<'_, '_> {
     }
 }
 
-fn read_entries(stream: &mut Stream<'_, '_>, limits: &ArchiveLimits) -> Result<BTreeMap<String, Vec<u8>>, Damage> {
+fn read_entries(stream: &mut Stream<'_, '_>) -> Result<BTreeMap<String, Vec<u8>>, Damage> {
     let mut files: BTreeMap<String, Vec<u8>> = BTreeMap::new();
     let mut n_golden_bytes = 0;
     loop {
@@ -303,17 +298,17 @@ fn read_entries(stream: &mut Stream<'_, '_>, limits: &ArchiveLimits) -> Result<B
         if block == [0; BLOCK] {
             break;
         }
-        let (name, n_bytes) = entry(&block, limits)?;
-        if files.len() == limits.entries {
-            return Err(Damage::new(TAR, format!("has more than {} files", limits.entries)));
+        let (name, n_bytes) = entry(&block)?;
+        if files.len() == LIMITS.entries {
+            return Err(Damage::new(TAR, format!("has more than {} files", LIMITS.entries)));
         }
         refuse_order(&files, &name)?;
         if name.starts_with(names::GOLDEN) {
             n_golden_bytes += n_bytes;
-            if n_golden_bytes > limits.golden_bytes {
+            if n_golden_bytes > LIMITS.golden_bytes {
                 return Err(Damage::new(
                     &name,
-                    format!("is more than the {} bytes of golden cases that are read", limits.golden_bytes),
+                    format!("is more than the {} bytes of golden cases that are read", LIMITS.golden_bytes),
                 ));
             }
         }
@@ -351,7 +346,7 @@ fn refuse_order(files: &BTreeMap<String, Vec<u8>>, name: &str) -> Result<(), Dam
 }
 
 /// Parses the name and size of a tar entry, and rejects it unless its header is byte-equal to the canonical one of [`header`].
-fn entry(block: &[u8; BLOCK], limits: &ArchiveLimits) -> Result<(String, u64), Damage> {
+fn entry(block: &[u8; BLOCK]) -> Result<(String, u64), Damage> {
     let found = Header::from_byte_slice(block);
     let raw_name = found.path_bytes();
     let name = String::from_utf8_lossy(&raw_name).into_owned();
@@ -377,8 +372,8 @@ fn entry(block: &[u8; BLOCK], limits: &ArchiveLimits) -> Result<(String, u64), D
     if header(&name, n_bytes).as_bytes() != block {
         return refuse("has a header other than packing writes (owner, mode, time, size or checksum)");
     }
-    match n_bytes > limits.bytes_of(&name) {
-        true => refuse(&too_large(n_bytes, limits.bytes_of(&name))),
+    match n_bytes > LIMITS.bytes_of(&name) {
+        true => refuse(&too_large(n_bytes, LIMITS.bytes_of(&name))),
         false => Ok((name, n_bytes)),
     }
 }

@@ -42,7 +42,7 @@ impl Bundle {
     /// names the part.
     pub fn from_bytes(bytes: &[u8], origin: &str) -> Result<Self, BundleError> {
         let refuse = |damage: Damage| refused(origin, damage);
-        let files = archive::read(bytes, &ArchiveLimits::DEFAULT).map_err(refuse)?;
+        let files = archive::read(bytes).map_err(refuse)?;
         check_sums(&files).map_err(refuse)?;
         let digest = querl_core::fsx::digest_hex(&files[names::SUMS]);
         let signatures = match files.get(names::SIGNATURES) {

@@ -274,6 +274,15 @@ pub(crate) fn or_list<'n>(words: impl Iterator<Item = &'n str>) -> String {
     }
 }
 
+/// Appends `keys` to the TOML `text`, in their order.
+pub(crate) fn write_keys(text: &mut String, keys: &[(&str, Value)]) {
+    for (key, value) in keys {
+        // Written key by key, because the library's table may have another order of keys.
+        let line = toml::Table::from_iter([((*key).to_owned(), value.clone())]);
+        text.push_str(&line.to_string());
+    }
+}
+
 /// The content of a regular file of at most `most` bytes; reading a device or pipe could block or never end.
 pub(crate) fn read_file(path: &Path, most: u64) -> Result<Vec<u8>, BundleError> {
     let failed = |source| BundleError::io(path, source);

@@ -1,12 +1,11 @@
 //! `querl.lock`: the plugins of a run, and accepted changes.
 
-use crate::document;
-use crate::document::{Document, Section, or_list};
+use crate::document::{self, Document, Section, or_list, write_keys};
 use crate::error::BundleError;
 use semver::Version;
-use std::fmt::Write;
+use serde::Serialize;
 use std::path::{Path, PathBuf};
-use toml::{Table, Value};
+use toml::Value;
 
 const FORMAT: u64 = 1;
 const LARGEST_BYTES: u64 = 1 << 20;
@@ -30,7 +29,7 @@ pub enum LockKind {
 }
 
 /// A plugin as a lock file records it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LockEntry {
     /// What the configuration uses it for, such as `prompt`, `filter` or `reward`.
     pub role: String,
@@ -55,7 +54,8 @@ pub struct LockEntry {
 
 querl_core::named_enum! {
     /// Kind of file at a plugin's path.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+    #[serde(rename_all = "snake_case")]
     pub enum LockSource {
         /// A `.querl` bundle.
         Bundle = "bundle",
@@ -356,11 +356,4 @@ fn change(section: &Section<'_>) -> Result<LockChange, BundleError> {
         from: line("from", "what was there before")?,
         to: line("to", "what came instead")?,
     })
-}
-
-fn write_keys(text: &mut String, keys: &[(&str, Value)]) {
-    for (key, value) in keys {
-        // Written key by key, because the library's table may have another order of keys.
-        write!(text, "{}", Table::from_iter([((*key).to_owned(), value.clone())])).expect("a string takes every text");
-    }
 }

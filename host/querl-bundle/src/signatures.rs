@@ -1,7 +1,6 @@
 //! Keys, and signatures of bundles: ed25519 over the digest.
 
-use crate::archive;
-use crate::archive::{Damage, names};
+use crate::archive::{self, Damage, names};
 use crate::bundle::Bundle;
 use crate::error::BundleError;
 use ed25519_dalek::pkcs8::spki::der::pem::LineEnding;
@@ -44,7 +43,7 @@ pub fn sign(bytes: &[u8], key: &SigningKey) -> Result<Vec<u8>, BundleError> {
         let message = format!("has {MOST_SIGNATURES} signatures, which is the most a bundle takes");
         return Err(bundle.damage(Damage::new(names::SIGNATURES, message)));
     }
-    let signature = key.signing().sign(message(bundle.digest()).as_bytes());
+    let signature = key.key.sign(message(bundle.digest()).as_bytes());
     signatures.push(BundleSignature { key: public, signature });
     signatures.sort_by_key(|signature| signature.key.to_string());
     let mut files = bundle.into_files();
@@ -71,7 +70,7 @@ pub(crate) fn read(content: &[u8], digest: &str) -> Result<Vec<BundleSignature>,
         let mut bytes = [0; 64];
         hex::decode_to_slice(signature, &mut bytes).map_err(|_| form())?;
         let signature = Signature::from_bytes(&bytes);
-        key.verifying().verify_strict(message(digest).as_bytes(), &signature).map_err(|_| {
+        key.0.verify_strict(message(digest).as_bytes(), &signature).map_err(|_| {
             refuse(format!(
                 "has a signature in line {} that does not fit the bundle; one of the two was changed",
                 index + 1
@@ -152,10 +151,6 @@ impl PublicKey {
     /// The key as a PEM file (SubjectPublicKeyInfo, `BEGIN PUBLIC KEY`).
     pub fn to_pem(&self) -> String {
         self.0.to_public_key_pem(LineEnding::LF).expect("an ed25519 key always has this form")
-    }
-
-    pub(crate) fn verifying(&self) -> &VerifyingKey {
-        &self.0
     }
 }
 
@@ -251,10 +246,6 @@ impl SigningKey {
     /// The form of the file that the key was read from.
     pub fn form(&self) -> KeyForm {
         self.form
-    }
-
-    pub(crate) fn signing(&self) -> &ed25519_dalek::SigningKey {
-        &self.key
     }
 }
 

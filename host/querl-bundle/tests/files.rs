@@ -5,7 +5,7 @@ mod common;
 
 use common::{component, plugin_folder};
 use querl_bundle::lock::LockFile;
-use querl_bundle::{Bundle, Manifest, check_component, pack};
+use querl_bundle::{Bundle, Manifest, pack};
 use std::path::Path;
 
 type Reader = fn(&Path) -> Result<(), querl_bundle::BundleError>;
@@ -60,11 +60,4 @@ fn manifests_are_pinned_as_they_are_written() {
     assert_eq!(Manifest::file_digest(&file).unwrap(), digest);
     std::fs::write(&file, common::MANIFEST.replace("2_000_000", "1_000_000")).unwrap();
     assert_ne!(Manifest::file_digest(&file).unwrap(), digest);
-}
-
-#[test]
-fn components_are_distinguished_from_other_files() {
-    check_component(&component()).unwrap();
-    assert!(check_component(b"\0asm\x01\0\0\0").unwrap_err().starts_with("is a core module"));
-    assert!(check_component(b"\0asm").unwrap_err().starts_with("is not WebAssembly"));
 }

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Entry, sealed};
+use common::{header_of_size, sealed};
 use querl_bundle::oci::{Credentials, RegistryReference, Transport, pull};
 use querl_bundle::{Bundle, Manifest};
 use std::io::{Read, Write};
@@ -20,13 +20,8 @@ fn high_water() -> u64 {
 /// A file of less than 300 kB whose component decompresses to `n_bytes` of zeros; written in chunks, so that creating it needs little
 /// memory.
 fn bomb(n_bytes: u64) -> Vec<u8> {
-    let mut blocks = Entry::new("plugin.wasm", b"").blocks();
-    let mut header = tar::Header::from_byte_slice(&blocks).clone();
-    header.set_size(n_bytes);
-    header.set_cksum();
-    blocks[..512].copy_from_slice(header.as_bytes());
     let mut encoder = zstd::Encoder::new(Vec::new(), 3).unwrap();
-    encoder.write_all(&blocks).unwrap();
+    encoder.write_all(&header_of_size("plugin.wasm", n_bytes)).unwrap();
     std::io::copy(&mut std::io::repeat(0).take(n_bytes), &mut encoder).unwrap();
     sealed(encoder.finish().unwrap())
 }

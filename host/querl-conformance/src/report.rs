@@ -2,6 +2,7 @@
 
 use querl_plugin::PluginKind;
 use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
+use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use unicode_width::UnicodeWidthStr;
@@ -26,7 +27,7 @@ pub struct Report {
 }
 
 /// One check of a rule of the contract.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
     /// The kind of plugin that the check is about; `None` for the plugin as a whole.
     pub kind: Option<PluginKind>,
@@ -37,11 +38,13 @@ pub struct Check {
     /// Extent of the check, for example `1,000 calls`; may be empty.
     pub note: String,
     /// The result.
+    #[serde(flatten)]
     pub outcome: Outcome,
 }
 
 /// The result of one check.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "outcome", rename_all = "snake_case")]
 #[allow(missing_docs)]
 pub enum Outcome {
     Passed,
@@ -53,7 +56,7 @@ pub enum Outcome {
 }
 
 /// A violation of a rule.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Failure {
     /// What was sent, shortened.
     pub sent: String,
@@ -64,7 +67,7 @@ pub struct Failure {
 }
 
 /// Cost of the calls of one kind of plugin: batches of 64 items for rewards, filters and style scorers, single calls for prompts.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Cost {
     /// The kind of plugin.
     pub kind: PluginKind,
@@ -88,7 +91,25 @@ impl Report {
 
     /// The report for a terminal: one line per check; for a failure also what was sent, what came back and what the contract requires.
     pub fn text(&self) -> String {
-        render_text(self)
+        let mut text = format!("{}\n", self.title());
+        if !self.digest.is_empty() {
+            let _ = writeln!(text, "sha256 {}", self.digest);
+        }
+        // A line without a note needs no column: names of golden cases are long.
+        let with_note = self.checks.iter().filter(|check| !note(check).is_empty());
+        let width = with_note.map(|check| check.name.width()).max().unwrap_or(0);
+        let mut group = "";
+        for check in &self.checks {
+            if check.group() != group {
+                group = check.group();
+                let _ = writeln!(text, "\n{group}");
+            }
+            push_check(&mut text, check, width);
+        }
+        push_costs(&mut text, &self.cost);
+        let (n_passed, n_failed, n_skipped) = self.counts();
+        let _ = writeln!(text, "\n{n_passed} passed, {n_failed} failed, {n_skipped} skipped");
+        text
     }
 
     /// The report as JSON; `format` is 1:
@@ -104,13 +125,35 @@ impl Report {
     /// ```
     ///
     /// Within one format, fields and outcomes may be added; none changes its meaning.
-    pub fn json(&self) -> serde_json::Value {
-        render_json(self)
+    pub fn json(&self) -> Value {
+        json!({
+            "format": JSON_FORMAT,
+            "plugin": self.plugin,
+            "version": self.version,
+            "digest": self.digest,
+            "kinds": self.kinds,
+            "passed": self.passed(),
+            "checks": self.checks,
+            "cost": self.cost,
+        })
     }
 
     /// The report as JUnit XML, for continuous integration: one suite per kind, one case per check.
     pub fn junit(&self) -> String {
-        render_junit(self)
+        let mut document = quick_junit::Report::new(format!("querl plugin test {}", self.title()));
+        let mut groups: Vec<&str> = Vec::new();
+        for check in &self.checks {
+            if !groups.contains(&check.group()) {
+                groups.push(check.group());
+            }
+        }
+        for group in groups {
+            let mut suite = TestSuite::new(format!("{}.{group}", self.plugin));
+            let checks = self.checks.iter().filter(|check| check.group() == group);
+            suite.add_test_cases(checks.map(|check| junit_case(self, check)));
+            document.add_test_suite(suite);
+        }
+        document.to_string().expect("a report in memory has nothing to fail on")
     }
 
     /// Numbers of passed, failed and skipped checks.
@@ -139,72 +182,8 @@ impl Check {
     }
 }
 
-/// Format version of [`render_json`].
+/// Format version of [`Report::json`].
 const JSON_FORMAT: u32 = 1;
-
-fn render_json(report: &Report) -> Value {
-    json!({
-        "format": JSON_FORMAT,
-        "plugin": report.plugin,
-        "version": report.version,
-        "digest": report.digest,
-        "kinds": report.kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>(),
-        "passed": report.passed(),
-        "checks": report.checks.iter().map(check_json).collect::<Vec<_>>(),
-        "cost": report.cost.iter().map(cost_json).collect::<Vec<_>>(),
-    })
-}
-
-pub(crate) fn check_json(check: &Check) -> Value {
-    let mut value = json!({
-        "kind": check.kind.map(|kind| kind.name()),
-        "name": check.name,
-        "rule": check.rule,
-        "note": check.note,
-    });
-    match &check.outcome {
-        Outcome::Passed => value["outcome"] = "passed".into(),
-        Outcome::Failed(failure) => {
-            value["outcome"] = "failed".into();
-            value["sent"] = failure.sent.as_str().into();
-            value["returned"] = failure.returned.as_str().into();
-            value["expected"] = failure.expected.as_str().into();
-        }
-        Outcome::Skipped { why } => {
-            value["outcome"] = "skipped".into();
-            value["why"] = why.as_str().into();
-        }
-    }
-    value
-}
-
-fn cost_json(cost: &Cost) -> Value {
-    json!({
-        "kind": cost.kind.name(),
-        "fuel_per_item": cost.fuel_per_item,
-        "micros_per_item": cost.micros_per_item,
-        "memory_bytes": cost.memory_bytes,
-        "component_bytes": cost.component_bytes,
-        "cold_start_ms": cost.cold_start_ms,
-    })
-}
-
-fn render_junit(report: &Report) -> String {
-    let mut document = quick_junit::Report::new(format!("querl plugin test {}", report.title()));
-    let mut groups: Vec<&str> = Vec::new();
-    for check in &report.checks {
-        if !groups.contains(&check.group()) {
-            groups.push(check.group());
-        }
-    }
-    for group in groups {
-        let mut suite = TestSuite::new(format!("{}.{group}", report.plugin));
-        let checks = report.checks.iter().filter(|check| check.group() == group);
-        suite.add_test_cases(checks.map(|check| junit_case(report, check)));
-        document.add_test_suite(suite);
-    }
-    document.to_string().expect("a report in memory has nothing to fail on")
-}
 
 fn junit_case(report: &Report, check: &Check) -> TestCase {
     let mut status = match &check.outcome {
@@ -226,28 +205,6 @@ fn junit_case(report: &Report, check: &Check) -> TestCase {
     let mut case = TestCase::new(check.name.as_str(), status);
     case.set_classname(format!("{}.{}", report.plugin, check.group()));
     case
-}
-
-fn render_text(report: &Report) -> String {
-    let mut text = format!("{}\n", report.title());
-    if !report.digest.is_empty() {
-        let _ = writeln!(text, "sha256 {}", report.digest);
-    }
-    // A line without a note needs no column: names of golden cases are long.
-    let with_note = report.checks.iter().filter(|check| !note(check).is_empty());
-    let width = with_note.map(|check| check.name.width()).max().unwrap_or(0);
-    let mut group = "";
-    for check in &report.checks {
-        if check.group() != group {
-            group = check.group();
-            let _ = writeln!(text, "\n{group}");
-        }
-        push_check(&mut text, check, width);
-    }
-    push_costs(&mut text, &report.cost);
-    let (n_passed, n_failed, n_skipped) = report.counts();
-    let _ = writeln!(text, "\n{n_passed} passed, {n_failed} failed, {n_skipped} skipped");
-    text
 }
 
 fn push_check(text: &mut String, check: &Check, width: usize) {

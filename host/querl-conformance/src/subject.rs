@@ -7,7 +7,7 @@ use querl_core::fsx::digest_hex;
 use querl_core::ports::{Filter, HostFunctions, PluginFault, Prompts, RewardModel, StyleModel, StyleScorer};
 use querl_core::records::{
     CallFailure, Dialogue, Episode, FailureKind, HostCall, HostCallError, HostRequest, HostResponse, Message,
-    Rejection, Reward, Sample, StyleProbability, Verdict,
+    Rejection, Reward, Sample, StyleProbability,
 };
 use querl_plugin::{Compiler, HostOptions, Plugin, PluginError, PluginHost, PluginPort, PluginSettings, RewardForm};
 use serde::Serialize;
@@ -155,7 +155,7 @@ impl BatchPort for Box<dyn Filter> {
     type Item = Sample;
 
     fn ask(&self, items: &[Sample]) -> Result<Vec<String>, PluginFault> {
-        Ok(self.check_batch(items)?.iter().map(verdict).collect())
+        Ok(self.check_batch(items)?.iter().map(|verdict| json!(verdict).to_string()).collect())
     }
 }
 
@@ -169,10 +169,6 @@ pub(crate) fn scored(scored: &Result<Reward, Rejection>) -> String {
         }
         Err(rejection) => json!({"rejected": rejection}).to_string(),
     }
-}
-
-fn verdict(verdict: &Verdict) -> String {
-    json!(verdict).to_string()
 }
 
 const LABELS: [&str; 5] = ["售前", "售后", "投诉", "闲聊", "其他"];

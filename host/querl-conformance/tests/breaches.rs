@@ -72,10 +72,7 @@ fn a_failure_says_what_was_sent_what_came_back_and_what_the_contract_says() {
 
 #[test]
 fn forms_of_one_reward_that_differ_are_found() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("packed-differs.wasm");
-    std::fs::write(&path, common::wat::component("packed-differs")).unwrap();
-    let report = querl_conformance::run(&path, &common::options("")).unwrap();
+    let report = common::report_of_component(&common::wat::component("packed-differs"), "");
     assert_eq!(failed(&report), ["packed_equals_records"], "{}", report.text());
     let [sent, returned, expected] = failure(&report, "packed_equals_records");
     assert!(sent.starts_with("packed and as records, a batch of 64 with `batch/0` "), "{sent}");
@@ -92,10 +89,7 @@ fn forms_of_one_reward_that_differ_are_found() {
 /// Symptom: the check passed although every call trapped.
 #[test]
 fn forms_that_only_fault_are_not_compared() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("packed-panics.wasm");
-    std::fs::write(&path, common::wat::component("packed-panics")).unwrap();
-    let report = querl_conformance::run(&path, &common::options("")).unwrap();
+    let report = common::report_of_component(&common::wat::component("packed-panics"), "");
     assert!(failed(&report).contains(&"length_and_order"), "{}", report.text());
     let outcome = &check(&report, "packed_equals_records").outcome;
     let expected = "every call ended in a fault, so that no results can be compared";

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{options, repository};
+use common::{files, options, repository};
 use querl_conformance::SuiteOptions;
 use querl_core::records::{Candidate, Episode, Hit};
 use querl_plugin::{Compiler, HostOptions, PluginHost, PluginPort, PluginSettings};
@@ -12,13 +12,6 @@ use std::path::PathBuf;
 
 fn folder() -> PathBuf {
     repository().join("tests/plugins-0.1")
-}
-
-fn files(folder: PathBuf, suffix: &str) -> Vec<PathBuf> {
-    let paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let mut paths: Vec<_> = paths.filter(|path| path.to_string_lossy().ends_with(suffix)).collect();
-    paths.sort();
-    paths
 }
 
 #[test]

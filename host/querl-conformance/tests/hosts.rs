@@ -20,15 +20,6 @@ fn failed(checks: &[Check]) -> Vec<String> {
     failed.collect()
 }
 
-/// Bundles of contract 0.1, with their golden cases.
-fn plugins_of_0_1() -> Vec<PathBuf> {
-    let folder = common::repository().join("tests/plugins-0.1");
-    let mut bundles: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    bundles.retain(|path| path.extension().is_some_and(|extension| extension == "querl"));
-    bundles.sort();
-    bundles
-}
-
 #[test]
 fn querls_host_keeps_the_contract() {
     let folder = tempfile::tempdir().unwrap();
@@ -36,7 +27,8 @@ fn querls_host_keeps_the_contract() {
     std::fs::write(&component, common::wat::component("counts-tokens")).unwrap();
     std::fs::create_dir(folder.path().join("golden")).unwrap();
     std::fs::write(folder.path().join("golden/counts-tokens.jsonl"), common::FOUR_TOKENS.replace('\n', " ")).unwrap();
-    let plugins = plugins_of_0_1().into_iter().chain([component]).collect();
+    let mut plugins = common::files(common::repository().join("tests/plugins-0.1"), ".querl");
+    plugins.push(component);
     let checks = run(&format!("{} serve", env!("CARGO_BIN_EXE_querl-conformance")), plugins);
     assert!(
         checks.iter().any(|check| check.name == "counts-tokens: 四个") && checks.len() > 80,

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{FOUR_TOKENS, check, failed, failure, options, repository};
+use common::{FOUR_TOKENS, check, failed, failure, options, report_of_component, repository};
 use querl_conformance::{Outcome, Report};
 use querl_plugin::{HostOptions, PluginHost};
 use std::path::{Path, PathBuf};
@@ -17,20 +17,20 @@ fn component(guest: &str) -> Vec<u8> {
     std::fs::read(host.load(&repository().join("tests/guests").join(guest)).unwrap().path()).unwrap()
 }
 
-/// A bundle of the guest `odd-reward` with a changed manifest and these golden cases.
-fn bundle(folder: &Path, replaced: &[(&str, &str)], golden: &str) -> PathBuf {
-    bundle_of("odd-reward", folder, replaced, golden)
-}
-
-fn bundle_of(guest: &str, folder: &Path, replaced: &[(&str, &str)], golden: &str) -> PathBuf {
+/// A bundle of a guest with a changed manifest and these golden cases.
+fn bundle(guest: &str, folder: &Path, replaced: &[(&str, &str)], golden: &str) -> PathBuf {
     let manifest = std::fs::read_to_string(repository().join("tests/guests").join(guest).join("plugin.toml")).unwrap();
     let changed = replaced.iter().fold(manifest, |text, (from, to)| {
         assert!(text.contains(from), "{from}");
         text.replacen(from, to, 1)
     });
+    packed(folder, &changed, golden, &component(guest))
+}
+
+fn packed(folder: &Path, manifest: &str, golden: &str, component: &[u8]) -> PathBuf {
     std::fs::create_dir_all(folder.join("golden")).unwrap();
     for (name, text) in [
-        ("plugin.toml", changed.as_str()),
+        ("plugin.toml", manifest),
         ("README.md", "奇怪的奖励"),
         ("LICENSE", "Apache-2.0"),
         ("golden/cases.jsonl", golden),
@@ -38,13 +38,13 @@ fn bundle_of(guest: &str, folder: &Path, replaced: &[(&str, &str)], golden: &str
         std::fs::write(folder.join(name), text).unwrap();
     }
     let path = folder.join("odd.querl");
-    std::fs::write(&path, querl_bundle::pack(folder, &component(guest)).unwrap()).unwrap();
+    std::fs::write(&path, querl_bundle::pack(folder, component).unwrap()).unwrap();
     path
 }
 
 fn tested(replaced: &[(&str, &str)], golden: &str) -> Report {
     let folder = tempfile::tempdir().unwrap();
-    querl_conformance::run(&bundle(folder.path(), replaced, golden), &options("")).unwrap()
+    querl_conformance::run(&bundle("odd-reward", folder.path(), replaced, golden), &options("")).unwrap()
 }
 
 #[test]
@@ -86,7 +86,7 @@ fn a_golden_case_of_several_items_names_the_one_that_differs_by_its_index() {
     let folder = tempfile::tempdir().unwrap();
     let case = r#"{"name": "两条", "samples": [{"original_query": "a", "rewritten_query": "b"},
         {"original_query": "c", "rewritten_query": "d"}], "expect": ["keep", {"drop": "duplicate"}]}"#;
-    let bundle = bundle_of("odd-filter", folder.path(), &[], &case.replace('\n', " "));
+    let bundle = bundle("odd-filter", folder.path(), &[], &case.replace('\n', " "));
     let report = querl_conformance::run(&bundle, &options("")).unwrap();
     assert_eq!(failed(&report), ["golden: 两条"], "{}", report.text());
     assert_eq!(failure(&report, "golden: 两条")[1], r#"at index 1: "keep""#);
@@ -132,15 +132,7 @@ fn golden_cases_have_the_results_of_host_functions() {
         FOUR_TOKENS.replace("四个", "没有答复").replace("{\"Ok\": {\"count\": 4}}", "4"),
     ];
     let golden = golden.map(|case| case.replace('\n', " ")).join("\n");
-    std::fs::create_dir(folder.path().join("golden")).unwrap();
-    for (name, text) in
-        [("plugin.toml", manifest), ("README.md", "数词"), ("LICENSE", "Apache-2.0"), ("golden/a.jsonl", &golden)]
-    {
-        std::fs::write(folder.path().join(name), text).unwrap();
-    }
-    let path = folder.path().join("counts-tokens.querl");
-    std::fs::write(&path, querl_bundle::pack(folder.path(), &common::wat::component("counts-tokens")).unwrap())
-        .unwrap();
+    let path = packed(folder.path(), manifest, &golden, &common::wat::component("counts-tokens"));
     let report = querl_conformance::run(&path, &options("")).unwrap();
     // Where a call fails, this guest traps.
     let traps = ["length_and_order", "batch_equals_singles", "inputs_texts"];
@@ -148,7 +140,7 @@ fn golden_cases_have_the_results_of_host_functions() {
     assert_eq!(failed(&report), [&["golden"], &traps[..], &golden].concat(), "{}", report.text());
     assert_eq!(failure(&report, "golden: 两个")[1], r#"{"components":[],"total":0.5}"#);
     assert!(failure(&report, "golden: 没有记录")[1].ends_with("aborted without a message"), "{}", report.text());
-    assert!(failure(&report, "golden")[1].starts_with("golden/a.jsonl:4: `calls` 1: "), "{}", report.text());
+    assert!(failure(&report, "golden")[1].starts_with("golden/cases.jsonl:4: `calls` 1: "), "{}", report.text());
 }
 
 #[test]
@@ -164,7 +156,7 @@ fn another_range_than_declared_is_found() {
 fn limits_that_do_not_cover_the_use_are_found() {
     let folder = tempfile::tempdir().unwrap();
     let limits = "[limits]\nfuel_per_item = 1000000\n\n[settings.breach]";
-    let path = bundle(folder.path(), &[("[settings.breach]", limits)], "");
+    let path = bundle("odd-reward", folder.path(), &[("[settings.breach]", limits)], "");
     let report = querl_conformance::run(&path, &options("breach = 'quadratic'")).unwrap();
     assert_eq!(failed(&report), ["asked_limits", "inputs_long"], "{}", report.text());
     let [_, returned, _] = failure(&report, "asked_limits");
@@ -187,10 +179,7 @@ fn a_manifest_of_another_plugin_is_found() {
 
 #[test]
 fn what_is_no_plugin_is_a_report_with_one_failure() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("notes.wasm");
-    std::fs::write(&path, "这不是插件").unwrap();
-    let report = querl_conformance::run(&path, &options("")).unwrap();
+    let report = report_of_component("这不是插件".as_bytes(), "");
     assert_eq!(failed(&report), ["loads"]);
     assert!(failure(&report, "loads")[1].ends_with("it is not WebAssembly; expected a component"), "{}", report.text());
     assert!(report.junit().contains("failures=\"1\""), "{}", report.junit());
@@ -203,10 +192,7 @@ fn a_path_without_a_file_is_an_error() {
 
 #[test]
 fn a_bare_component_is_tested_without_a_manifest() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("odd.wasm");
-    std::fs::write(&path, component("odd-reward")).unwrap();
-    let report = querl_conformance::run(&path, &options("")).unwrap();
+    let report = report_of_component(&component("odd-reward"), "");
     assert!(report.passed(), "{}", report.text());
     for name in ["manifest", "asked_limits"] {
         assert!(matches!(check(&report, name).outcome, Outcome::Skipped { .. }), "{name}");
@@ -216,10 +202,7 @@ fn a_bare_component_is_tested_without_a_manifest() {
 
 #[test]
 fn a_range_that_is_none_ends_the_checks_of_the_kind() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("odd.wasm");
-    std::fs::write(&path, component("odd-reward")).unwrap();
-    let report = querl_conformance::run(&path, &options("breach = 'empty_range'")).unwrap();
+    let report = report_of_component(&component("odd-reward"), "breach = 'empty_range'");
     assert_eq!(failed(&report), ["configures"], "{}", report.text());
     assert!(failure(&report, "configures")[1].contains("declares the range 1 to 1"), "{}", report.text());
 }

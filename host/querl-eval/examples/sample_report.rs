@@ -5,9 +5,7 @@
 mod support;
 
 use querl_core::records::Split;
-use querl_eval::{
-    EvalOptions, FunnelStep, Lookups, ReportInput, RunFacts, ServiceName, StageTiming, evaluate, report_html, table,
-};
+use querl_eval::{EvalOptions, FunnelStep, Lookups, ReportInput, StageTiming, evaluate, report_html, table};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = std::env::args().nth(1).unwrap_or_else(|| "sample-report.html".to_owned());
@@ -15,15 +13,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let metrics = support::invented_metrics(60);
     let options = EvalOptions { split: Split::Test, seed: 42, n_resamples: 2000, lookups: Lookups::Made };
     let evaluation = evaluate(&records, &options)?;
-    let facts = RunFacts {
-        tenant: "fivedoctors".to_owned(),
-        model: "tiny-qwen3".to_owned(),
-        teacher: ServiceName::from_port_name("recorded (stand-in)"),
-        judge: Some(ServiceName::from_port_name("rubric (stand-in)")),
-        retrieval: ServiceName::from_port_name("embedded"),
-        plugins: vec!["reward reward-competition 0.1.0, weight 1".to_owned()],
-        plugin_notes: Vec::new(),
-    };
+    let facts = support::facts();
     let step = |label: &str, n, parts: &[(&str, u64)]| FunnelStep {
         label: label.to_owned(),
         n,

@@ -5,9 +5,9 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// A mean with its 95% percentile interval.
+/// A mean with its 95% interval.
 ///
-/// The interval is a cluster bootstrap: each resample draws as many groups as there are, with replacement, and takes the mean over
+/// Unless its source says otherwise, the interval is a percentile interval of a cluster bootstrap: each resample draws as many groups as there are, with replacement, and takes the mean over
 /// all queries of the drawn groups. Paraphrases of one question are not independent; drawing single queries would make intervals
 /// too narrow. With fewer than about 20 groups the percentile interval is still somewhat too narrow; with one group its width is 0.
 ///
@@ -16,9 +16,9 @@ use std::collections::BTreeMap;
 pub struct Interval {
     /// Mean of the sample, not of the resamples.
     pub mean: f64,
-    /// 2.5% quantile of the resampled means.
+    /// Lower end; of a bootstrap the 2.5% quantile of the resampled means.
     pub low: f64,
-    /// 97.5% quantile of the resampled means.
+    /// Upper end; of a bootstrap the 97.5% quantile of the resampled means.
     pub high: f64,
 }
 

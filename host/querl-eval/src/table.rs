@@ -4,7 +4,7 @@ use crate::bootstrap::Interval;
 use crate::evaluation::{Controls, Difference, Evaluation, SecondEvaluation, SeedsEvaluation, StyleEvaluation, Styles};
 use crate::facts::RunFacts;
 use crate::metric::{Metric, TEACHER_FAILED};
-use crate::text::{or_dash, printable, wrapped};
+use crate::text::{one_line, or_dash, printable, wrapped};
 use crate::verdict::first_paragraph;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -289,7 +289,6 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
         .map(|(name, system)| {
             let total = system.n_scored + system.n_failed;
             // Codes are plugin text: a line break could imitate a line of the table.
-            let one_line = |code: &str| code.split_whitespace().collect::<Vec<_>>().join(" ");
             let reasons: Vec<String> =
                 system.failures.iter().map(|(code, n)| format!("{} {n}", one_line(code))).collect();
             let n_without = system.failures.get(TEACHER_FAILED).copied().unwrap_or(0);

@@ -2,6 +2,9 @@
 
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
+/// Maximum line length of a text for a terminal, in columns.
+pub(crate) const MAX_WIDTH: usize = 100;
+
 /// `text` with U+FFFD for each character that [disturbs](querl_core::text::disturbs) its surroundings, such as escape sequences
 /// and bidirectional overrides: codes, names and texts come from plugins and services. Line breaks, tabs and joiners stay.
 pub(crate) fn printable(text: &str) -> String {
@@ -17,6 +20,21 @@ pub(crate) fn left(text: &str, width: usize) -> String {
 /// `text` padded at the start to `width` terminal columns.
 pub(crate) fn right(text: &str, width: usize) -> String {
     format!("{}{text}", " ".repeat(width.saturating_sub(text.width())))
+}
+
+/// Rows of cells, the first row being the head, as lines of at most [`MAX_WIDTH`] terminal columns. The columns in `to_left` are aligned
+/// to the left, the others to the right.
+pub(crate) fn aligned<R: AsRef<[String]>>(rows: &[R], to_left: &[usize]) -> Vec<String> {
+    let n_columns = rows.iter().map(|row| row.as_ref().len()).max().unwrap_or(0);
+    let width = |column: usize| rows.iter().filter_map(|row| row.as_ref().get(column)).map(|cell| cell.width()).max();
+    let widths: Vec<usize> = (0..n_columns).map(|column| width(column).unwrap_or(0)).collect();
+    let line = |row: &R| {
+        let cells = row.as_ref().iter().zip(&widths).enumerate().map(|(column, (cell, width))| {
+            if to_left.contains(&column) { left(cell, *width) } else { right(cell, *width) }
+        });
+        cut(cells.collect::<Vec<_>>().join("  ").trim_end(), MAX_WIDTH)
+    };
+    rows.iter().map(line).collect()
 }
 
 /// `text` with each run of white space replaced by one space.

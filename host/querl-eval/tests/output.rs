@@ -10,21 +10,9 @@ use querl_eval::{
     evaluate_seeds, report_html, seeds_table, table,
 };
 use serde_json::{Value, json};
-use support::{answer, hit, invented_metrics, invented_records, record};
+use support::{answer, facts, hit, invented_metrics, invented_records, record};
 
 const OPTIONS: EvalOptions = EvalOptions { split: Split::Test, seed: 42, n_resamples: 200, lookups: Lookups::Made };
-
-fn facts() -> RunFacts {
-    RunFacts {
-        tenant: "fivedoctors".to_owned(),
-        model: "tiny-qwen3".to_owned(),
-        teacher: ServiceName::from_port_name("recorded (stand-in)"),
-        judge: Some(ServiceName::from_port_name("rubric (stand-in)")),
-        retrieval: ServiceName::from_port_name("embedded"),
-        plugins: vec!["reward reward-competition 0.1.0, weight 1".to_owned()],
-        plugin_notes: Vec::new(),
-    }
-}
 
 fn page(records: &[EvalRecord], metrics: &[Value], n_examples: usize) -> String {
     page_of(&facts(), records, metrics, n_examples)
@@ -81,17 +69,7 @@ fn table_and_page_show_notes_about_plugins() {
     let noted = RunFacts { plugin_notes: vec![note.to_owned()], ..facts() };
     let (records, evaluation) = (invented_records(6), evaluate(&invented_records(6), &OPTIONS).unwrap());
     assert!(table(&evaluation, &noted).contains(&format!("\n{note}\n")));
-    let input = ReportInput {
-        facts: &noted,
-        evaluation: &evaluation,
-        records: &records,
-        metrics: &[],
-        funnel: &[],
-        timings: &[],
-        calls: &[],
-        n_examples: 0,
-    };
-    let page = report_html(&input).unwrap();
+    let page = page_with(&noted, &evaluation, &records, &[], 0);
     assert!(page.contains("<dd>reward reward-competition 0.1.0, weight 1</dd>"), "{page}");
     assert!(page.contains(&format!("<p>{note}.</p>")), "{page}");
 }

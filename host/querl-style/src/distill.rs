@@ -5,7 +5,7 @@ use crate::corpus::{Classes, Corpus};
 use crate::evaluation::{EvalResults, TestSet, file_name, shortened_note};
 use crate::settings::TrainConfig;
 use crate::trainer::{Callbacks, Resume, Trainer, TrainingRows, is_same};
-use crate::{usage, write};
+use crate::{usage, write_json};
 use querl_core::dir_lock::DirLock;
 use querl_core::fsx::{digest_hex, open_jsonl, write_jsonl};
 use querl_core::ports::Reporter;
@@ -154,7 +154,7 @@ pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Resu
 
     // 4. Compare student and teacher on texts that the student was not trained on.
     let compared: Vec<&str> = match &test {
-        Some((corpus, indices)) => indices.iter().map(|&index| corpus.dialogues[index].input.as_str()).collect(),
+        Some((corpus, indices)) => corpus.texts(indices),
         None => dev.iter().map(|&index| texts[index]).collect(),
     };
     let timed: &[&str] = if compared.is_empty() { &texts } else { &compared };
@@ -166,7 +166,7 @@ pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Resu
         Some((corpus, indices)) => measure(args, config, (corpus, indices), &probabilities, &mut report)?,
         None => String::new(),
     };
-    write(&args.output_dir.join(REPORT_FILE), &format!("{}\n", serde_json::to_string_pretty(&report)?))?;
+    write_json(&args.output_dir.join(REPORT_FILE), &report)?;
     Ok(format!("{figures}{}\n", text(&report)))
 }
 

@@ -5,8 +5,7 @@ use crate::classifier::{ClassifierOptions, StyleClassifier, compute_logits};
 use crate::corpus::{Classes, Corpus};
 use crate::settings::TrainConfig;
 use crate::trainer::{Checkpoint, EVAL_FILE, REPORT_FILE, Resume, Split, Trainer, TrainingRows};
-use crate::write;
-use anyhow::Context;
+use crate::{make_folder, write, write_json};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::Reporter;
 use querl_eval::classification::{
@@ -55,7 +54,7 @@ pub fn evaluate(options: &ClassifierOptions, args: &EvalOptions, reporter: &dyn 
     );
     let results = EvalResults { temperature, ..EvalResults::new(test_set.measures(&probabilities)?, notes) };
     if let Some(out) = &args.output_dir {
-        std::fs::create_dir_all(out).with_context(|| format!("{}: cannot be made", out.display()))?;
+        make_folder(out)?;
     }
     let facts = [
         ("model", file_name(&options.model)),
@@ -198,7 +197,7 @@ impl TestSet<'_> {
             notes: results.notes.clone(),
         };
         write(&folder.join(REPORT_FILE), &classification_html(&report)?)?;
-        write(&folder.join(EVAL_FILE), &format!("{}\n", serde_json::to_string_pretty(results)?))?;
+        write_json(&folder.join(EVAL_FILE), results)?;
         Ok(results.text())
     }
 }
@@ -286,7 +285,7 @@ impl TrainedModel<'_> {
         let (n_folds, n_repeats) = (config.num_folds.unwrap_or(2) as usize, config.num_repeats as usize);
         let parts = folds(&labels, &groups, FoldSettings { n_folds, n_repeats, seed: config.seed });
         let folder = config.output_dir.join(FOLDS_FOLDER);
-        std::fs::create_dir_all(&folder).with_context(|| format!("{}: cannot be made", folder.display()))?;
+        make_folder(&folder)?;
         let (mut indices, mut all_predictions, mut n_without) = (Vec::new(), Predictions::default(), 0);
         for (number, fold) in parts.iter().enumerate() {
             trainer.reporter().message(&format!("part {} of {}", number + 1, parts.len()));

@@ -35,8 +35,17 @@ fn usage(error: impl std::fmt::Display) -> anyhow::Error {
     UsageError(error.to_string()).into()
 }
 
+fn make_folder(folder: &std::path::Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("{}: cannot be made", folder.display()))
+}
+
 /// Writes a file atomically.
 fn write(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
     querl_core::fsx::write_atomic(path, text.as_bytes())
         .with_context(|| format!("{}: cannot be written", path.display()))
+}
+
+/// Writes indented JSON atomically.
+fn write_json(path: &std::path::Path, value: &impl serde::Serialize) -> anyhow::Result<()> {
+    write(path, &format!("{}\n", serde_json::to_string_pretty(value)?))
 }

@@ -1,6 +1,6 @@
 //! The style model of a run, which all plugin instances share, and the adapter from a style scorer plugin to a reward.
 
-use crate::classifier::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
+use crate::classifier::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS, compute_logits};
 use anyhow::Context;
 use querl_core::config::StyleModelConfig;
 use querl_core::ports::{EpisodeInputs, InputUse, PluginFault, RewardModel, RewardRange, StyleModel, StyleScorer};
@@ -150,11 +150,8 @@ impl LoadedModel {
 
     /// Class probabilities of texts, in their order.
     fn probabilities(&self, texts: &[&str]) -> Result<Vec<Vec<f64>>, String> {
-        let encoded = texts.iter().map(|text| self.tokenizer.encode(text)).collect::<Result<Vec<_>, _>>();
-        let encoded = encoded.map_err(|error| error.to_string())?;
-        let ids: Vec<&[u32]> = encoded.iter().map(|encoded| encoded.ids.as_slice()).collect();
-        let logits = self.classifier.logits_of_all(&ids, TOKENS_PER_PASS).map_err(|error| error.to_string())?;
-        Ok(calibrated(&logits, self.temperature))
+        let answers = compute_logits(&self.classifier, &self.tokenizer, texts, TOKENS_PER_PASS);
+        Ok(calibrated(&answers.map_err(|error| error.to_string())?.logits, self.temperature))
     }
 
     /// Class probabilities of one text, computed in a batch with the texts of other callers.

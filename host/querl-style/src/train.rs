@@ -5,7 +5,7 @@ use crate::corpus::Corpus;
 use crate::evaluation::{Task, TrainedModel, shortened_note};
 use crate::settings::TrainConfig;
 use crate::trainer::{Callbacks, Resume, Split, Trainer, TrainingRows};
-use crate::{usage, write};
+use crate::{usage, write, write_json};
 use querl_core::dir_lock::DirLock;
 use querl_eval::classification::softmax;
 use querl_model::classifier::{Classifier, ClassifierTokenizer};
@@ -65,8 +65,7 @@ pub fn train(config: &TrainConfig, callbacks: &Callbacks<'_>) -> anyhow::Result<
     let temperature = task.fit_temperature(&checkpoint.classifier, &split.dev)?;
     if let Some(temperature) = temperature {
         let calibration = Calibration { temperature, n: split.dev.len() };
-        let text = format!("{}\n", serde_json::to_string_pretty(&calibration)?);
-        write(&config.output_dir.join(CALIBRATION_FILE), &text)?;
+        write_json(&config.output_dir.join(CALIBRATION_FILE), &calibration)?;
     }
     let trained = TrainedModel { task, checkpoint: &checkpoint, temperature, n_copies: rows.n_copies };
     let figures = match config.num_folds {

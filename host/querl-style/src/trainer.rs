@@ -3,7 +3,7 @@
 use crate::classifier::{CALIBRATION_FILE, TOKENS_PER_PASS, model_digest};
 use crate::corpus::Corpus;
 use crate::settings::{ClassWeights, TrainConfig};
-use crate::{usage, write};
+use crate::{make_folder, usage, write_json};
 use anyhow::Context;
 use querl_core::config::BaseDtype;
 use querl_core::fsx::{digest_hex, write_jsonl};
@@ -103,7 +103,7 @@ impl TrainingRows {
         }
         rows.n_copies = copies.len();
         if config.augment_copies > 0 {
-            make(folder)?;
+            make_folder(folder)?;
             write_jsonl(&folder.join(AUGMENTED_FILE), copies)?;
         }
         Ok(rows)
@@ -125,10 +125,6 @@ impl TrainingRows {
 /// True if both paths are the same existing folder.
 pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
     one.canonicalize().is_ok_and(|one| other.canonicalize().is_ok_and(|other| one == other))
-}
-
-fn make(folder: &Path) -> anyhow::Result<()> {
-    std::fs::create_dir_all(folder).with_context(|| format!("{}: cannot be made", folder.display()))
 }
 
 /// Callbacks of a training: messages, stop flag, metric sink, and deferral of interrupts.
@@ -191,7 +187,7 @@ impl<'a> Trainer<'a> {
         let n_classes = labels.n_classes();
         let classifier = Classifier::fresh(base, labels, &tuning, (BaseDtype::F32, config.seed)).map_err(usage)?;
         let weights = class_weights(rows.train.iter().filter_map(|row| Some(row.label? as usize)), n_classes);
-        make(folder)?;
+        make_folder(folder)?;
         let mut sink = (self.callbacks.open_metrics)(&folder.join("metrics.jsonl"))?;
         let fingerprint = self.fingerprint(classifier.labels(), rows, distillation);
         let progress = self.callbacks.reporter.stage("rm");
@@ -218,8 +214,8 @@ impl<'a> Trainer<'a> {
             error => error.into(),
         })?;
         drop(progress);
-        let text = format!("{:#}\n", json!({ "summary": summary, "seconds": started.elapsed().as_secs_f64() }));
-        write(&folder.join(SUMMARY_FILE), &text)?;
+        let finished = json!({ "summary": summary, "seconds": started.elapsed().as_secs_f64() });
+        write_json(&folder.join(SUMMARY_FILE), &finished)?;
         drop(classifier); // frees memory before the frozen classifier is loaded
         let folder = folder.join(if rows.dev.is_empty() { LAST } else { BEST });
         let classifier = read(config, &folder, Weights::Frozen)?;

@@ -450,20 +450,6 @@ mod tests {
     }
 
     #[test]
-    fn weights_and_smoothing_change_what_is_learned() {
-        let learned = |weights: Option<Vec<f32>>, smoothing| {
-            let setting = Setting { class_weights: weights, label_smoothing: smoothing, ..Setting::new(2, 1e-2) };
-            let classifier = fresh(&Tuning::Full);
-            setting.through(&classifier);
-            logits(&classifier, &setting.train)
-        };
-        let plain = learned(None, 0.0);
-        assert_eq!(plain, learned(None, 0.0));
-        assert_ne!(plain, learned(Some(vec![0.1, 1.0, 1.0]), 0.0));
-        assert_ne!(plain, learned(None, 0.2));
-    }
-
-    #[test]
     fn training_stops_where_dev_gets_worse_and_the_best_checkpoint_is_the_one_before() {
         let mut setting = Setting::new(10, 1e-2);
         setting.config.early_stopping_patience = 2;

@@ -38,7 +38,7 @@ use querl_train::rl::advantages::{
 use querl_train::rl::losses::{
     Aggregation, ImportanceLevel, KlController, PolicyClip, Rows, StepSize, ValueLossSettings, cispo_loss,
     effective_sample_share, gspo_loss, importance_weights, kl_k1, kl_k2, kl_k3, kl_loss, kl_rows, likelihood_loss,
-    masked_mean, policy_loss, value_loss, weighted_sum,
+    masked_mean, policy_loss, value_loss,
 };
 use querl_train::{AdamW, AdamWSettings, Gradients, lr_factor};
 use serde_json::Value;
@@ -159,7 +159,8 @@ fn losses_are_aggregated_as_by_verl() {
             ("seq-mean-token-sum", Aggregation::SequenceSum { scale: 1.0 }),
             ("seq-mean-token-sum-norm-16", Aggregation::SequenceSum { scale: 16.0 }),
         ] {
-            let found = weighted_sum(&losses, &aggregation.weights(&mask, StepSize::of(&mask)));
+            let weights = aggregation.weights(&mask, StepSize::of(&mask)).concat();
+            let found: f32 = losses.concat().iter().zip(weights).map(|(loss, weight)| loss * weight).sum();
             assert!(close(found, number(&case[name])), "{name}: {found}, expected {}", case[name]);
         }
     }

@@ -24,8 +24,9 @@ pub(crate) fn write_folder<T>(out: &Path, write: impl FnOnce(&Path) -> anyhow::R
     Ok(written)
 }
 
-/// Moves the entries if `out` exists: it may be the current folder, a link or a mount point, which cannot be replaced.
-fn move_to(staging: &Path, out: &Path) -> std::io::Result<()> {
+/// Moves a folder. If `out` exists, its entries are moved: `out` may be the current folder, a link or a mount point, which cannot be
+/// replaced.
+pub(crate) fn move_to(staging: &Path, out: &Path) -> std::io::Result<()> {
     if !out.is_dir() {
         return std::fs::rename(staging, out);
     }

@@ -6,7 +6,7 @@ mod support;
 use querl_faulty::{Answer, FaultyServer};
 use serde_json::json;
 use std::net::TcpListener;
-use support::{CommandOutput, Project, model, repository};
+use support::{CommandOutput, Project, model, repository, with_sets};
 
 #[test]
 fn unusable_configuration_is_reported() {
@@ -75,11 +75,7 @@ fn settings_of_a_service_and_of_a_knowledge_base_may_be_in_one_file() {
 #[test]
 fn settings_that_named_gpus_do_not_support_are_refused() {
     let refused = |sets: &[&str]| {
-        let sets = sets.iter().flat_map(|set| ["--set", *set]);
-        Project::new().refusal(
-            &["config", "check", "querl.toml", "--skip-plugins"].into_iter().chain(sets).collect::<Vec<_>>(),
-            2,
-        )
+        Project::new().refusal(&with_sets(&["config", "check", "querl.toml", "--skip-plugins"], sets), 2)
     };
     assert_eq!(
         refused(&["device=cuda:1", "model.dtype=f32"]),
@@ -106,8 +102,7 @@ fn settings_that_named_gpus_do_not_support_are_refused() {
     );
     project.querl(&with("device=cpu")).ok();
     for sets in [["device=cuda:1", "model.dtype=bf16"], ["device=cpu", "model.dtype=f32"]] {
-        let [first, second] = sets;
-        project.querl(&["config", "check", "querl.toml", "--skip-plugins", "--set", first, "--set", second]).ok();
+        project.querl(&with_sets(&["config", "check", "querl.toml", "--skip-plugins"], &sets)).ok();
     }
 }
 
@@ -356,16 +351,12 @@ fn own_model(project: &Project) {
 
 #[test]
 fn unusable_model_is_reported() {
-    for (file, needle) in [
-        ("tokenizer.json", "tokenizer.json"),
-        ("config.json", "config.json"),
-        ("model.safetensors", "model.safetensors"),
-    ] {
+    for file in ["tokenizer.json", "config.json", "model.safetensors"] {
         let project = Project::new();
         own_model(&project);
         std::fs::remove_file(project.path("model").join(file)).unwrap();
         let message = project.refusal(&["run", "querl.toml"], 2);
-        assert!(message.contains(needle), "{message}");
+        assert!(message.contains(file), "{message}");
     }
     let project = Project::new();
     own_model(&project);
@@ -625,11 +616,8 @@ fn folder_without_a_run_is_reported() {
     for args in of_run {
         assert_eq!(project.refusal(args, 2), format!("empty: {expected}"), "{args:?}");
     }
-    assert!(
-        project
-            .refusal(&["report", "nowhere"], 2)
-            .starts_with("nowhere: not a run's folder: there is no such folder; ")
-    );
+    let missing = project.refusal(&["report", "nowhere"], 2);
+    assert!(missing.starts_with("nowhere: not a run's folder: there is no such folder; "), "{missing}");
     assert!(!project.path("nowhere").exists());
     project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
     assert_eq!(project.refusal(&["report", "run"], 2), "run: not an evaluated run; run `querl eval CONFIG` first");

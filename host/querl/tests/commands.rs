@@ -24,8 +24,7 @@ fn config_schema_lists_keys_and_prints_json_schema() {
     let text = project.querl(&["config", "schema"]).ok().stdout;
     assert!(text.contains("[retrieval]\n"), "{text}");
     assert!(text.contains("\ngae_lambda = 0.95  # a number, 0.0 to 1.0; GAE's lambda.\n"), "{text}");
-    let schema: serde_json::Value =
-        serde_json::from_str(&project.querl(&["config", "schema", "--json"]).ok().stdout).unwrap();
+    let schema = project.json(&["config", "schema"]);
     assert_eq!(schema["properties"]["rl"]["properties"]["gae_lambda"]["maximum"], 1.0);
 }
 
@@ -47,7 +46,7 @@ fn doctor_speaks_in_sentences() {
     let text = project.querl(&["doctor"]).ok().stdout;
     assert!(text.contains("there is no CUDA driver (libcuda.so.1) on this machine\n"), "{text}");
     assert!(text.contains("device = \"cuda:N\" is refused, and device = \"auto\" takes the CPU\n"), "{text}");
-    let findings: serde_json::Value = serde_json::from_str(&project.querl(&["doctor", "--json"]).ok().stdout).unwrap();
+    let findings = project.json(&["doctor"]);
     let names: Vec<_> = findings.as_array().unwrap().iter().map(|finding| finding["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["querl", "cpu", "driver", "library", "cuda", "cargo", "wasm", "plugins"]);
 }
@@ -88,6 +87,7 @@ fn stage_commands_have_the_flags_that_act_on_their_stage() {
         assert_eq!((page.contains("\\-\\-threads"), page.contains("\\-\\-to\\f")), (has_threads, false), "{stage}");
     }
     for args in [
+        ["run", "querl.toml", "--from", "nowhere"],
         ["convert", "querl.toml", "--threads", "1"],
         ["rewrite", "querl.toml", "--to", "convert"],
         ["sft", "querl.toml", "--from", "rl"],
@@ -95,13 +95,6 @@ fn stage_commands_have_the_flags_that_act_on_their_stage() {
         let refused = project.querl(&args);
         assert_eq!((refused.code, project.path("run").exists()), (Some(2), false), "{refused:#?}");
     }
-}
-
-#[test]
-fn wrong_usage_has_exit_code_2() {
-    let project = Project::new();
-    assert_eq!(project.querl(&["run"]).code, Some(2));
-    assert_eq!(project.querl(&["run", "querl.toml", "--from", "nowhere"]).code, Some(2));
 }
 
 #[test]

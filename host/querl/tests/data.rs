@@ -34,7 +34,8 @@ fn a_run_is_the_same_from_every_folder() {
     let project = Project::new();
     std::fs::create_dir(project.path("elsewhere")).unwrap();
     std::fs::rename(project.path("queries.jsonl"), project.path("elsewhere/own.jsonl")).unwrap();
-    project.querl(&["validate", "querl.toml", "--from", "rewrite", "--set", "data.input=elsewhere/own.jsonl"]).ok();
+    let validate = ["validate", "querl.toml", "--from", "rewrite", "--set", "data.input=elsewhere/own.jsonl"];
+    project.querl(&validate).ok();
     let resolved = project.read("run/config.resolved.toml");
     let args = ["run", "../querl.toml", "--to", "validate", "--set", "data.input=own.jsonl", "--out", "../run"];
     let output = project.command(&args).current_dir(project.path("elsewhere")).output().unwrap();
@@ -45,18 +46,7 @@ fn a_run_is_the_same_from_every_folder() {
     );
     assert_eq!(project.read("run/config.resolved.toml"), resolved);
     // Equal rows give equal bytes at any time.
-    project
-        .querl(&[
-            "validate",
-            "querl.toml",
-            "--from",
-            "rewrite",
-            "--set",
-            "data.input=elsewhere/own.jsonl",
-            "--out",
-            "again",
-        ])
-        .ok();
+    project.querl(&[&validate[..], &["--out", "again"]].concat()).ok();
     for table in ["data/rewrites.xlsx", "data/validated.xlsx"] {
         let bytes = |run: &str| std::fs::read(project.path(run).join(table)).unwrap();
         assert!(bytes("run") == bytes("again"), "{table}");
@@ -87,16 +77,8 @@ fn a_table_makes_the_same_dataset_in_every_encoding_and_format() {
         assert!(train(input, out) == first, "{input}");
     }
     // The output of one run is the query table of another.
-    project
-        .querl(&[
-            "rewrite",
-            "querl.toml",
-            "--out",
-            "a",
-            "--set",
-            "data.export=[\"xlsx\", \"csv\", \"tsv\", \"parquet\"]",
-        ])
-        .ok();
+    let export = "data.export=[\"xlsx\", \"csv\", \"tsv\", \"parquet\"]";
+    project.querl(&["rewrite", "querl.toml", "--out", "a", "--set", export]).ok();
     for (format, out) in [("xlsx", "e"), ("csv", "f"), ("tsv", "g"), ("parquet", "h")] {
         assert!(train(&format!("a/data/rewrites.{format}"), out) == first, "{format}");
     }
@@ -122,9 +104,7 @@ fn tables_are_written_as_configured_without_another_call() {
     assert_eq!(csv.lines().count(), 41);
     std::fs::remove_file(project.path("run/data/validated.csv")).unwrap();
     assert!(run("[\"parquet\", \"csv\"]").contains("validate: running (its validated.csv is missing)"));
-    let said = project.querl(&["config", "check", "querl.toml", "--set", "data.export=[\"xls\"]"]);
-    assert_eq!(said.code, Some(2));
-    assert!(said.stderr.contains("xls"), "{said:#?}");
+    project.querl(&["config", "check", "querl.toml", "--set", "data.export=[\"xls\"]"]).refused("xls");
 }
 
 #[test]
@@ -150,8 +130,7 @@ fn errors_of_a_table_are_reported_with_their_rows() {
     let few = "warning: rewrite: rows read is 43; 500 to 1000 are usual";
     assert!(said.stderr.contains(few), "{said:#?}");
 
-    let stats = project.querl(&["data", "stats", "querl.toml", "--json"]).ok();
-    let stats: Value = serde_json::from_str(&stats.stdout).unwrap();
+    let stats = project.json(&["data", "stats", "querl.toml"]);
     let table = &stats["table"];
     assert_eq!((&table["n_rows"], &table["n_usable"]), (&43.into(), &41.into()));
     assert_eq!(table["alike"]["rows"][0], serde_json::json!({ "row": 43, "earlier": 1 }));
@@ -167,10 +146,8 @@ fn stats_say_what_became_of_the_rows() {
     let before = project.querl(&["data", "stats", "querl.toml"]).ok();
     assert!(before.stdout.starts_with("query table queries.jsonl\n  rows            40\n"), "{before:#?}");
     assert!(!before.stdout.contains("splits") && !project.path("run").exists());
-    let run = project.querl(&["run", "querl.toml", "--to", "convert", "--json"]).ok();
-    let run: Value = serde_json::from_str(&run.stdout).unwrap();
-    let stats = project.querl(&["data", "stats", "querl.toml", "--json"]).ok();
-    let stats: Value = serde_json::from_str(&stats.stdout).unwrap();
+    let run = project.json(&["run", "querl.toml", "--to", "convert"]);
+    let stats = project.json(&["data", "stats", "querl.toml"]);
     assert_eq!(stats["funnel"], run["funnel"]);
     assert_eq!(stats["funnel"].as_array().unwrap().len(), 3);
     assert_eq!(stats["splits"]["test"], project.rows("run/data/test.jsonl").len());
@@ -256,10 +233,7 @@ fn no_call_or_training_where_rows_of_test_are_nearly_in_train() {
     assert!(last.contains(" rows of test are in train or nearly equal to a row of it: row "), "{last}");
     assert!(last.ends_with("or set data.on_leak = \"warn\""), "{last}");
     assert!(!project.path("run/data/rewrites.jsonl").exists() && !project.path("run/sft").exists());
-    let n_leaked = || {
-        let stats = project.querl(&["data", "stats", "querl.toml", "--json"]).ok();
-        serde_json::from_str::<Value>(&stats.stdout).unwrap()["leaks"]["test"]["n_leaked"].as_u64().unwrap()
-    };
+    let n_leaked = || project.json(&["data", "stats", "querl.toml"])["leaks"]["test"]["n_leaked"].as_u64().unwrap();
     let of_table = n_leaked();
     assert!(of_table > 0);
     let warned = ["run", "querl.toml", "--to", "sft", "--set", "data.on_leak=warn", "--json"];
@@ -298,9 +272,8 @@ fn a_table_that_a_run_writes_itself_is_not_its_query_table() {
     for file in ["run/data/rewrites.xlsx", "run/data/validated.csv", "run/data/rewrites.jsonl"] {
         let input = format!("data.input={file}");
         let said = project.querl(&["rewrite", "querl.toml", "--set", &input, "--set", "data.export=[\"tsv\"]"]);
-        assert_eq!(said.code, Some(2), "{said:#?}");
         let expected = format!("data.input is {file}, which this run writes itself; give it a copy, or another --out");
-        assert!(said.stderr.contains(&expected), "{said:#?}");
+        said.refused(&expected);
         assert!(project.path(file).is_file());
     }
     project.querl(&["rewrite", "querl.toml", "--set", "data.input=run/data/rewrites.xlsx", "--out", "other"]).ok();

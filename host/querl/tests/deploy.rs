@@ -5,33 +5,14 @@ mod support;
 
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
 use support::Project;
+use support::results::{damage, files_below};
 use support::server::Server;
-use support::tenants::{RUNS, project};
+use support::tenants::{evaluated, project};
 
 const SERVE: [&str; 2] = ["serve", "rewrite"];
 /// The page with the table of all metrics.
 const PAGE: &str = include_str!("../../../docs/serving.md");
-
-fn files(folder: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
-}
-
-fn evaluated(folder: &str) -> Vec<(Value, String)> {
-    let records = RUNS.rows(&format!("{folder}/eval/records.jsonl"));
-    let rewritten = records.into_iter().filter(|record| record["system"] == "rl").filter_map(|record| {
-        let query = &record["query"];
-        let rewrite = record["outcome"]["Ok"]["candidate"]["rewrite"].as_str().filter(|text| !text.is_empty())?;
-        let request = json!({
-            "query": query["original_query"], "user_profile": query["user_profile"], "history": query["history_summary"],
-            "deadline_ms": 60_000,
-        });
-        Some((request, rewrite.to_owned()))
-    });
-    rewritten.collect()
-}
 
 /// Names of metrics in a Prometheus query.
 fn metrics(query: &str) -> BTreeSet<String> {
@@ -45,7 +26,7 @@ async fn a_deployment_serves_the_rewrites_of_eval_at_another_place_without_its_r
     made.querl(&["deploy", "run", "other", "--out", "new/deployment"]).ok();
     let here = made.folder.path().canonicalize().unwrap().display().to_string();
     let home = support::repository().display().to_string();
-    for path in files(&made.path("new/deployment")).iter().filter(|path| !path.ends_with("querl")) {
+    for path in files_below(&made.path("new/deployment")).iter().filter(|path| !path.ends_with("querl")) {
         let text = String::from_utf8_lossy(&std::fs::read(path).unwrap()).into_owned();
         assert!(!text.contains(&here) && !text.contains(&home), "{}: has a path of this machine", path.display());
         assert!(!text.contains('@') || !text.contains("@BASE") && !text.contains("@TENANT"), "{}", path.display());
@@ -55,8 +36,8 @@ async fn a_deployment_serves_the_rewrites_of_eval_at_another_place_without_its_r
     let server = Server::start(&elsewhere, &SERVE, &["moved", "--cache", "0"]);
     server.ready().await;
     for (folder, tenant) in [("run", "fivedoctors"), ("other", "other")] {
-        for (mut request, expected) in evaluated(folder) {
-            request["tenant"] = tenant.into();
+        let evaluated = evaluated(folder, tenant).into_iter().filter(|(_, _, expected)| !expected.is_empty());
+        for (request, _, expected) in evaluated {
             let (status, response) = server.ask("/v1/rewrite", &request).await;
             assert_eq!((status, &response["rewrite"]), (200, &json!(expected)), "{response}");
         }
@@ -126,10 +107,7 @@ fn a_referenced_base_must_be_the_one_of_the_digests() {
     assert!(missing.contains(expected), "{missing}");
     // Another base model: one byte of its weights differs.
     project.copy_model("deployment/base");
-    let weights = project.path("deployment/base/model.safetensors");
-    let mut bytes = std::fs::read(&weights).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
-    std::fs::write(&weights, bytes).unwrap();
+    damage(&project.path("deployment/base/model.safetensors"));
     let other = serve(&["deployment"]);
     assert!(other.contains("model.safetensors: is not the file of the base"), "{other}");
 }
@@ -153,10 +131,7 @@ fn what_cannot_be_deployed_is_refused_and_leaves_nothing() {
     assert!(bases.contains("is the base of `whole`, and"), "{bases}");
     let twice = refused(&["run", "run", "--out", "new"]);
     assert!(twice.contains("run: another run is of tenant `fivedoctors` too"), "{twice}");
-    let adapter = project.path("run/rl/best/adapter_model.safetensors");
-    let mut bytes = std::fs::read(&adapter).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
-    std::fs::write(&adapter, bytes).unwrap();
+    damage(&project.path("run/rl/best/adapter_model.safetensors"));
     let damaged = refused(&["run", "--out", "new"]);
     assert!(damaged.contains("adapter_model.safetensors: has other content"), "{damaged}");
 }
@@ -184,10 +159,7 @@ fn the_trained_model_of_a_run_is_exported_as_a_gguf_file() {
     let classifier = refused(&["model", "--out", "a.gguf"]);
     assert!(classifier.contains("architecture `Qwen3ForSequenceClassification` is not supported"), "{classifier}");
     // The adapter is compared with the digest that the run recorded.
-    let weights = project.path("run/rl/best/adapter_model.safetensors");
-    let mut bytes = std::fs::read(&weights).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
-    std::fs::write(&weights, bytes).unwrap();
+    damage(&project.path("run/rl/best/adapter_model.safetensors"));
     assert!(refused(&["run", "--out", "a.gguf"]).contains("has other content than when it was written"));
     assert!(!project.path("a.gguf").exists());
 }

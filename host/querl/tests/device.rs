@@ -8,9 +8,9 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
-use support::Project;
-use support::process::{interrupted, signal};
+use support::process::{interrupted, kill, signal};
 use support::results::{assert_same, project, results, run_until, sft_results};
+use support::{Project, with_sets};
 
 /// The library without CUDA, which cargo builds with the other dependencies of the tests.
 fn library() -> PathBuf {
@@ -48,7 +48,7 @@ fn run(command: &mut Command) -> (Option<i32>, String, String) {
 }
 
 fn args(sets: &[&'static str]) -> Vec<&'static str> {
-    ["run", "querl.toml", "--to", "eval"].into_iter().chain(sets.iter().flat_map(|set| ["--set", *set])).collect()
+    with_sets(&["run", "querl.toml", "--to", "eval"], sets)
 }
 
 /// With `off_by_one`, several threads of the library call the host; several samples and periodic checkpoints.
@@ -105,33 +105,30 @@ fn two_ranks_leave_the_same_bytes_on_both_sides_and_nearly_those_of_one() {
     assert!(of_one.iter().zip(&of_two).all(|(a, b)| (a - b).abs() < 0.05 * a.abs()), "{of_one:?}, {of_two:?}");
 }
 
+const LONG: [&str; 5] =
+    ["sft.max_steps=30", "sft.epochs=30", "sft.save_steps=100", "rl.max_steps=9", "rl.save_steps=100"];
+
+/// Interrupts `command` within the first steps of a stage.
+fn interrupt(command: Command, project: &Project, stage: &str) {
+    let child = run_until(command, project, stage, 3);
+    signal(&child, "-TERM");
+    let said = interrupted(child);
+    assert!(said.contains(&format!("error: interrupted at {stage} step ")), "{said}");
+}
+
 #[test]
 fn two_interrupted_ranks_resume_and_another_number_of_ranks_starts_over() {
     let (unbroken, stopped) = (project(), project());
-    let of = |device: &'static str| {
-        args(&[
-            "sft.max_steps=30",
-            "sft.epochs=30",
-            "sft.save_steps=100",
-            "rl.max_steps=9",
-            "rl.save_steps=100",
-            device,
-        ])
-    };
-    unbroken.querl(&of("device=cpu:2")).ok();
-    for (stage, n_lines) in [("sft", 3), ("rl", 3)] {
-        let child = run_until(stopped.command(&of("device=cpu:2")), &stopped, stage, n_lines);
-        signal(&child, "-TERM");
-        let said = interrupted(child);
-        assert!(said.contains(&format!("error: interrupted at {stage} step ")), "{said}");
+    let args = args(&[&LONG[..], &["device=cpu:2"]].concat());
+    unbroken.querl(&args).ok();
+    for stage in ["sft", "rl"] {
+        interrupt(stopped.command(&args), &stopped, stage);
     }
-    let done = stopped.querl(&of("device=cpu:2")).ok();
+    let done = stopped.querl(&args).ok();
     assert!(done.stderr.contains("rl: resuming from step "), "{done:#?}");
     assert_same(&stopped, &results(&unbroken));
     let other = project();
-    let child = run_until(other.command(&of("device=cpu:2")), &other, "sft", 3);
-    signal(&child, "-TERM");
-    interrupted(child);
+    interrupt(other.command(&args), &other, "sft");
     let three = other.querl(&["sft", "querl.toml", "--set", "device=cpu:3", "--set", "sft.max_steps=30"]).ok();
     assert!(!three.stderr.contains("resuming from step"), "{three:#?}");
 }
@@ -140,14 +137,10 @@ fn two_interrupted_ranks_resume_and_another_number_of_ranks_starts_over() {
 #[test]
 fn a_stop_reaches_the_library_and_either_side_resumes() {
     let (unbroken, stopped) = (project(), project());
-    let args =
-        args(&["sft.max_steps=30", "sft.epochs=30", "sft.save_steps=100", "rl.max_steps=9", "rl.save_steps=100"]);
+    let args = args(&LONG);
     unbroken.querl(&args).ok();
-    for (stage, n_lines) in [("sft", 3), ("rl", 3)] {
-        let child = run_until(across(&stopped, &args), &stopped, stage, n_lines);
-        signal(&child, "-TERM");
-        let said = interrupted(child);
-        assert!(said.contains(&format!("error: interrupted at {stage} step ")), "{said}");
+    for stage in ["sft", "rl"] {
+        interrupt(across(&stopped, &args), &stopped, stage);
     }
     let done = stopped.querl(&args).ok();
     assert!(done.stderr.contains("rl: resuming from step "), "{done:#?}");
@@ -271,9 +264,7 @@ fn a_gpu_fine_tunes_as_the_cpu_does_and_resumes() {
     let (found, expected) = (losses(&unbroken), losses(&within));
     let close = |(found, expected): (&f64, &f64)| (found - expected).abs() < 0.01 * expected;
     assert!(found.len() == 6 && found.iter().zip(&expected).all(close), "{found:?}, expected {expected:?}");
-    let mut child = run_until(on_gpu(&broken), &broken, "sft", 3);
-    child.kill().unwrap();
-    child.wait().unwrap();
+    kill(run_until(on_gpu(&broken), &broken, "sft", 3));
     let (code, _, said) = run(&mut on_gpu(&broken));
     assert!(code == Some(0) && said.contains("sft: resuming from step "), "{said}");
     assert!(sft_results(&broken) == sft_results(&unbroken));
@@ -291,9 +282,7 @@ fn a_gpu_runs_rl_and_resumes() {
     assert_eq!(code, Some(0), "{said}");
     let output = format!("{stdout}{said}");
     assert!(output.contains("rl: memory: takes about ") && output.matches("cuda:0, ").count() >= 2, "{output}");
-    let mut child = run_until(on_gpu(&broken), &broken, "rl", 2);
-    child.kill().unwrap();
-    child.wait().unwrap();
+    kill(run_until(on_gpu(&broken), &broken, "rl", 2));
     let (code, _, said) = run(&mut on_gpu(&broken));
     assert!(code == Some(0) && said.contains("rl: resuming from step "), "{said}");
     assert_same(&broken, &results(&unbroken));

@@ -93,8 +93,7 @@ fn a_run_is_exported_to_trl_and_its_adapter_is_imported_and_evaluated() {
     let reported = project.querl(&["report", "run"]).ok();
     assert!(!reported.stdout.contains("after the evaluation"), "{reported:#?}");
     // A later import keeps both earlier results. An adapter of another base is reported.
-    let settings = project.read("trained/adapter_config.json");
-    let mut settings: Value = serde_json::from_str(&settings).unwrap();
+    let mut settings: Value = serde_json::from_str(&project.read("trained/adapter_config.json")).unwrap();
     settings["base_model_name_or_path"] = "some/other-model".into();
     project.write("trained/adapter_config.json", &settings.to_string());
     let again = project.querl(&["import", "peft", "trained", "--run", "run"]).ok();

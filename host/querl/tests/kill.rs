@@ -14,9 +14,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
-use support::Project;
-use support::process::{self, number};
+use support::process::{self, kill, number};
 use support::results::{assert_same, copy, project, results, run_until, sft_results};
+use support::{Project, with_sets};
 
 /// Settings whose state must survive a kill: checkpoints at odd steps, several samples, critics with and without an adapter, batches that
 /// are generated one step ahead.
@@ -35,8 +35,7 @@ const PLAIN: [&str; 10] = [
 const AHEAD: [&str; 4] = ["rl.off_by_one=true", "rl.critic=\"head\"", "rl.kl_target=0.1", "rl.normalize_rewards=true"];
 
 fn args<'a>(sets: &[&'a str]) -> Vec<&'a str> {
-    let sets = sets.iter().flat_map(|set| ["--set", set]);
-    ["run", "querl.toml", "--to", "rl"].into_iter().chain(sets).collect()
+    with_sets(&["run", "querl.toml", "--to", "rl"], sets)
 }
 
 fn start(project: &Project, args: &[&str]) -> Child {
@@ -160,8 +159,7 @@ fn a_training_killed_while_scores_are_awaited_pays_for_no_judgement_twice() {
         }
         // By now the response before this request is on disk, and the response to this one has not been sent.
         std::thread::sleep(Duration::from_millis(60));
-        child.kill().unwrap();
-        child.wait().unwrap();
+        kill(child);
     }
     killed.querl(&args).ok();
     let asked: Vec<String> =
@@ -175,8 +173,7 @@ fn a_training_killed_while_scores_are_awaited_pays_for_no_judgement_twice() {
 const LONG: [&str; 4] = ["sft.max_steps=40", "sft.epochs=40", "sft.save_steps=100", "sft.eval_steps=20"];
 
 fn sft_args<'a>(more: &[&'a str]) -> Vec<&'a str> {
-    let sets = LONG.iter().chain(more).flat_map(|set| ["--set", set]);
-    ["run", "querl.toml", "--to", "sft"].into_iter().chain(sets).collect()
+    with_sets(&["run", "querl.toml", "--to", "sft"], &[&LONG, more].concat())
 }
 
 /// Regression: the second SIGHUP of a closed terminal ended the training at once, without saving its state.
@@ -221,9 +218,14 @@ fn an_interrupted_stage_resumes_and_starts_over_on_other_inputs() {
 fn a_signal_stops_a_rollout_within_a_decode_step_and_saves_the_state() {
     let project = project();
     project.querl(&["run", "querl.toml", "--to", "sft"]).ok();
-    let sets = ["rl.batch_size=64", "rl.n_samples=32", "rl.pipeline_parts=1", "rl.max_new_tokens=1000"];
-    let sets = sets.iter().chain(&["rl.min_new_tokens=1000"]).flat_map(|set| ["--set", set]);
-    let args: Vec<&str> = ["rl", "querl.toml"].into_iter().chain(sets).collect();
+    let sets = [
+        "rl.batch_size=64",
+        "rl.n_samples=32",
+        "rl.pipeline_parts=1",
+        "rl.max_new_tokens=1000",
+        "rl.min_new_tokens=1000",
+    ];
+    let args = with_sets(&["rl", "querl.toml"], &sets);
     // The first line is the evaluation before the first step. All 2 million tokens of that step are in one part.
     let child = run_until(project.command(&args), &project, "rl", 1);
     std::thread::sleep(Duration::from_secs(1));
@@ -238,9 +240,9 @@ fn a_rollout_that_is_interrupted_again_and_again_ends_with_the_bytes_of_one_that
     let (unbroken, stopped) = (project(), project());
     unbroken.querl(&["run", "querl.toml", "--to", "sft"]).ok();
     copy(&unbroken.path("run"), &stopped.path("run"));
-    let sets = ["rl.max_steps=2", "rl.batch_size=8", "rl.n_samples=8", "rl.eval_steps=100", "rl.max_new_tokens=300"];
-    let sets = sets.iter().chain(&["rl.min_new_tokens=300"]).flat_map(|set| ["--set", set]);
-    let args: Vec<&str> = ["rl", "querl.toml"].into_iter().chain(sets).collect();
+    let sets = ["rl.max_steps=2", "rl.batch_size=8", "rl.n_samples=8", "rl.eval_steps=100"];
+    let lengths = ["rl.min_new_tokens=300", "rl.max_new_tokens=300"];
+    let args = with_sets(&["rl", "querl.toml"], &[&sets[..], &lengths].concat());
     unbroken.querl(&args).ok();
     let n_interrupts = number("QUERL_KILLS", 8);
     let mut within_a_rollout = 0;
@@ -285,9 +287,7 @@ fn a_damaged_checkpoint_falls_back_to_the_one_before() {
     let (unbroken, damaged) = (project(), project());
     let args = sft_args(&["sft.save_steps=3"]);
     unbroken.querl(&args).ok();
-    let mut child = run_until(damaged.command(&args), &damaged, "sft", 9);
-    child.kill().unwrap();
-    child.wait().unwrap();
+    kill(run_until(damaged.command(&args), &damaged, "sft", 9));
     let newest = newest_state(&damaged, "sft");
     let path = damaged.path(&format!("run/sft/state/step-{newest}.state"));
     let mut bytes = std::fs::read(&path).unwrap();
@@ -311,9 +311,7 @@ fn a_damaged_episode_log_falls_back_to_a_checkpoint_that_fits_or_stops_the_run()
     let args = args(&["rl.max_steps=20", "rl.save_steps=1", "rl.eval_steps=100"]);
     unbroken.querl(&args).ok();
     // The evaluation before the first step, and three steps.
-    let mut child = run_until(damaged.command(&args), &damaged, "rl", 4);
-    child.kill().unwrap();
-    child.wait().unwrap();
+    kill(run_until(damaged.command(&args), &damaged, "rl", 4));
     let log = damaged.path("run/episodes.jsonl");
     let whole = std::fs::read(&log).unwrap();
     let damage = |at: usize| {
@@ -345,9 +343,7 @@ fn a_full_disk_is_a_clean_stop_that_can_be_resumed() {
     let (unbroken, full) = (project(), project());
     let args = sft_args(&["sft.save_steps=4", "sft.eval_steps=100"]);
     unbroken.querl(&args).ok();
-    let mut child = run_until(full.command(&args), &full, "sft", 5);
-    child.kill().unwrap();
-    child.wait().unwrap();
+    kill(run_until(full.command(&args), &full, "sft", 5));
     let state = std::fs::read_dir(full.path("run/sft/state")).unwrap().flatten().next().unwrap();
     let n_blocks = state.metadata().unwrap().len() / 1024 / 2;
     // With SIGXFSZ ignored, the write itself fails.

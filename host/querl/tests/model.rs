@@ -55,8 +55,7 @@ fn inspect_distinguishes_models_from_adapters() {
     let said = project.querl(&["model", "inspect", "model"]).ok();
     assert!(said.stdout.starts_with("family          Qwen3\nparameters      "), "{}", said.stdout);
     assert!(said.stdout.contains("\nweights         float32 in 1 file(s), 0.2 MiB\n"), "{}", said.stdout);
-    let json: Value =
-        serde_json::from_str(&project.querl(&["model", "inspect", "model", "--json"]).ok().stdout).unwrap();
+    let json = project.json(&["model", "inspect", "model"]);
     assert_eq!((&json["family"], &json["layers"], &json["tied_embedding"]), (&"Qwen3".into(), &2.into(), &true.into()));
 }
 
@@ -80,8 +79,7 @@ fn inspect_shows_rope_scaling_and_sliding_windows_and_refuses_unknown_keys() {
     let expected = "\npositions       8192\nrope scaling    yarn, factor 4, pretrained with 2048 positions\n\
                     sliding window  16 tokens in 1 of 2 layers\n";
     assert!(scaled.contains(expected), "{scaled}");
-    let found: Value =
-        serde_json::from_str(&project.querl(&["model", "inspect", "model", "--json"]).ok().stdout).unwrap();
+    let found = project.json(&["model", "inspect", "model"]);
     assert_eq!((&found["rope_scaling"]["rope_type"], &found["sliding_window"]), (&"yarn".into(), &16.into()));
     project.write("lines.jsonl", "{\"token_ids\": [5, 6, 7]}\n");
     for (changes, expected) in [
@@ -119,15 +117,12 @@ fn a_merged_model_says_what_base_and_adapter_say() {
 fn an_adapter_is_written_again_in_another_type() {
     let project = project();
     let arguments =
-        ["model", "export", "--model", "model", "--adapter", "adapter", "--out", "small", "--dtype", "bf16", "--json"];
-    let json: Value = serde_json::from_str(&project.querl(&arguments).ok().stdout).unwrap();
-    assert_eq!(
-        json,
-        serde_json::json!({
-            "out": "small", "parameters": 3904, "bytes": 7808, "dtype": "bfloat16",
-            "files": ["adapter_config.json", "adapter_model.safetensors"],
-        })
-    );
+        ["model", "export", "--model", "model", "--adapter", "adapter", "--out", "small", "--dtype", "bf16"];
+    let expected = json!({
+        "out": "small", "parameters": 3904, "bytes": 7808, "dtype": "bfloat16",
+        "files": ["adapter_config.json", "adapter_model.safetensors"],
+    });
+    assert_eq!(project.json(&arguments), expected);
     let exact = logprobs(&project, &["--model", "model", "--adapter", "adapter"]);
     let difference = worst(&exact, &logprobs(&project, &["--model", "model", "--adapter", "small"]));
     assert!(difference > 0.0 && difference < 0.05, "{difference}");
@@ -166,19 +161,16 @@ logprobs --model model --adapter other --input lines.jsonl | other/adapter_model
     let message = project.refusal(&["model", "merge", "--model", "model", "--adapter", "adapter", "--out", file], 2);
     assert!(message.contains("adapter/adapter_config.json"), "{message}");
     let said = project.querl(&["model", "export", "--model", "model", "--out", "out", "--max-shard-size", "5"]);
-    assert!(said.code == Some(2) && said.stderr.contains("expected a number above 0 with MB or GB"), "{said:#?}");
+    said.refused("expected a number above 0 with MB or GB");
     assert!(!project.path("out").exists());
 }
 
 #[test]
 fn a_random_model_is_made_in_memory_or_written() {
     let project = Project::new();
-    let made = project.querl(&["model", "init", "--shape", "tiny", "--device", "cpu", "--no-save", "--json"]).ok();
-    let made: Value = serde_json::from_str(&made.stdout).unwrap();
+    let made = project.json(&["model", "init", "--shape", "tiny", "--device", "cpu", "--no-save"]);
     assert!(made["parameters"].as_u64().unwrap() * 2 < made["bytes"].as_u64().unwrap(), "{made}");
-    let written =
-        project.querl(&["model", "init", "--shape", "tiny", "--dtype", "f32", "--out", "tiny", "--json"]).ok();
-    let written: Value = serde_json::from_str(&written.stdout).unwrap();
+    let written = project.json(&["model", "init", "--shape", "tiny", "--dtype", "f32", "--out", "tiny"]);
     assert_eq!((&written["parameters"], &written["dtype"]), (&made["parameters"], &"float32".into()));
     let loaded = Decoder::load(&project.path("tiny"), Weights::Frozen).unwrap();
     assert_eq!(loaded.config(), &querl_model::DecoderConfig::of_shape("tiny").unwrap());
@@ -187,10 +179,7 @@ fn a_random_model_is_made_in_memory_or_written() {
 #[test]
 fn wrong_arguments_are_errors_and_measure_names_its_successor() {
     let project = Project::new();
-    let rejected = |args: &[&str], what: &str| {
-        let said = project.querl(args);
-        assert!(said.code == Some(2) && said.stderr.contains(what), "{said:#?}");
-    };
+    let rejected = |args: &[&str], what: &str| project.querl(args).refused(what);
     rejected(
         &["model", "init", "--shape", "gpt", "--no-save"],
         "there is no shape \"gpt\"; expected one of qwen2.5-0.5b, ",

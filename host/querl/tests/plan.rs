@@ -7,8 +7,9 @@ use querl_data::read_spend;
 use querl_faulty::{Answer, FaultyServer};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use support::Project;
+use support::results::files_below;
 
 /// The level of each topic.
 fn levels(plan: &Value) -> BTreeMap<String, String> {
@@ -18,21 +19,8 @@ fn levels(plan: &Value) -> BTreeMap<String, String> {
 }
 
 /// Contents of all files below a folder.
-fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
-    let mut found = BTreeMap::new();
-    let mut open = vec![folder.to_owned()];
-    while let Some(folder) = open.pop() {
-        for entry in std::fs::read_dir(&folder).unwrap() {
-            let path = entry.unwrap().path();
-            match path.is_dir() {
-                true => open.push(path),
-                false => {
-                    found.insert(path.display().to_string(), std::fs::read(&path).unwrap());
-                }
-            }
-        }
-    }
-    found
+fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    files_below(folder).into_iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
 }
 
 #[test]

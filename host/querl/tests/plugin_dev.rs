@@ -73,9 +73,10 @@ fn has(program: &str) -> bool {
     Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
+const DEV: [&str; 7] = ["plugin", "dev", "length", "--episodes", "episodes.jsonl", "--once", "--no-component"];
+
 fn dev(project: &Project, more: &[&str]) -> (Option<i32>, Value) {
-    let args = ["plugin", "dev", "length", "--episodes", "episodes.jsonl", "--once", "--no-component", "--json"];
-    let said = project.querl(&[&args, more].concat());
+    let said = project.querl(&[&DEV[..], &["--json"], more].concat());
     (said.code, serde_json::from_str(&said.stdout).unwrap_or_else(|_| panic!("{said:#?}")))
 }
 
@@ -98,18 +99,7 @@ fn check_picture(project: &Project, file: &str, line: u64) {
     // Symptom: exit code 1, as for what has to be repaired in the plugin.
     for (value, got) in [("0", "0"), ("viel", "\"viel\"")] {
         let set = format!("max_chars={value}");
-        let args = [
-            "plugin",
-            "dev",
-            "length",
-            "--episodes",
-            "episodes.jsonl",
-            "--once",
-            "--no-component",
-            "--set",
-            set.as_str(),
-        ];
-        let refused = project.refusal(&args, 2);
+        let refused = project.refusal(&[&DEV[..], &["--set", &set]].concat(), 2);
         let expected = format!("length: --set: setting `max_chars`: expected a number from 1 to 1000, got {got}");
         assert_eq!(refused, expected);
     }
@@ -379,18 +369,9 @@ fn doctor_names_each_tool_with_its_version_or_the_command_that_installs_it() {
 #[test]
 fn first_party_plugin_in_rust_is_run_natively_too() {
     let project = project("python");
-    let folder = repository().join("plugins/reward-competition");
-    let args = [
-        "plugin",
-        "dev",
-        folder.to_str().unwrap(),
-        "--episodes",
-        "episodes.jsonl",
-        "--once",
-        "--no-component",
-        "--json",
-    ];
-    let said = project.querl(&args);
+    let folder = repository().join("plugins/reward-competition").display().to_string();
+    let args = DEV.map(|arg| if arg == "length" { folder.as_str() } else { arg });
+    let said = project.querl(&[&args[..], &["--json"]].concat());
     let picture: Value = serde_json::from_str(&said.stdout).unwrap_or_else(|_| panic!("{said:#?}"));
     assert_eq!(picture["scores"]["summary"]["n_episodes"], json!(5), "{picture:#}");
 }

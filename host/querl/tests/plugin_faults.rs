@@ -88,7 +88,7 @@ fn absurd_numbers_and_too_many_names_blame_the_plugin() {
     let project = Project::new();
     project.write("querl.toml", &(project.read("querl.toml") + "weight = 1e300\n"));
     let message = project.refusal(&["config", "check", "querl.toml"], 2);
-    assert!(message.contains("plugins.rewards[0].weight is 1e300") || message.contains("weight"), "{message}");
+    assert!(message.contains("weight"), "{message}");
 }
 
 /// Symptom: every judgement of a run was dropped, because the prompt plugin expected another form of answers.
@@ -99,11 +99,8 @@ fn prompts_that_cannot_read_the_rubric_are_found_by_the_check() {
     std::fs::copy(component, project.path("odd.wasm")).unwrap();
     project.edit(&repository().join("plugins/tenant-fivedoctors").display().to_string(), "odd.wasm");
     let message = project.refusal(&["config", "check", "querl.toml"], 2);
-    assert!(
-        message
-            .starts_with("plugins.prompt: plugin odd-prompt 0.2.0 cannot read the answers of judge.kind = \"rubric\""),
-        "{message}"
-    );
+    let expected = "plugins.prompt: plugin odd-prompt 0.2.0 cannot read the answers of judge.kind = \"rubric\"";
+    assert!(message.starts_with(expected), "{message}");
     assert!(message.contains("{\"综合得分\":4.5,\"评分理由\":"), "{message}");
     project.querl(&["config", "check", "querl.toml", "--set", "judge.kind=none"]).ok();
 }

@@ -172,11 +172,8 @@ fn pins_are_compared_before_any_folder_is_built() {
 
     // For a component without a bundle only the digest is compared.
     std::fs::remove_file(project.path("built")).unwrap();
-    std::fs::copy(
-        repository().join("plugins/target/wasm32-wasip2/release/filter_quality.wasm"),
-        project.path("x.wasm"),
-    )
-    .unwrap();
+    let component = repository().join("plugins/target/wasm32-wasip2/release/filter_quality.wasm");
+    std::fs::copy(component, project.path("x.wasm")).unwrap();
     project.write("querl.toml", &config);
     project.edit(BUNDLE, "x.wasm");
     let message = watched.refusal(&["run", "querl.toml", "--to", "rewrite"]);
@@ -255,12 +252,8 @@ fn keys_are_pem_files_that_openssl_reads_and_writes() {
     let other = project.refusal(&["plugin", "sign", BUNDLE, "--key", "key.pem.pub"], 2);
     assert!(other.starts_with("key.pem.pub: holds a public key; name the private one"), "{other}");
     let other = project.refusal(&["plugin", "verify", BUNDLE, "--key", "key.pem"], 2);
-    assert!(
-        other.starts_with(
-            "key.pem: holds a private key; give the public one, which `querl plugin sign --new-key` writes"
-        ),
-        "{other}"
-    );
+    let expected = "key.pem: holds a private key; give the public one, which `querl plugin sign --new-key` writes";
+    assert!(other.starts_with(expected), "{other}");
     project.querl(&["plugin", "verify", BUNDLE, "--key", "key.pem.pub"]).ok();
     project.querl(&["plugin", "verify", BUNDLE, "--key", &key]).ok();
     project.write("old.pem", OLD_KEY);

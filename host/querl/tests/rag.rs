@@ -7,8 +7,9 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
-use support::Project;
+use support::process::kill;
 use support::server::Server;
+use support::{Project, with_sets};
 
 /// Serves the project's knowledge base.
 const SERVE: [&str; 3] = ["rag", "serve", "querl.toml"];
@@ -33,8 +34,7 @@ fn a_server_of_another_tenant_refuses_and_nothing_becomes_data() {
     let url = format!("retrieval.url={}", server.url);
     let over_http = ["--set", "retrieval.kind=http", "--set", &url];
     let said = project.querl(&[&["run", "querl.toml", "--to", "validate"], &over_http[..]].concat());
-    assert_eq!(said.code, Some(2), "{said:#?}");
-    assert!(said.stderr.contains("tenant_id `fivedoctors` with kb_name `default` is not served here"), "{said:#?}");
+    said.refused("tenant_id `fivedoctors` with kb_name `default` is not served here");
     let said = project.querl(&[&["rag", "check", "querl.toml"], &over_http[..]].concat());
     assert_eq!(said.code, Some(2), "{said:#?}");
     assert!(said.stdout.contains("--  answers  0 of 3 queries were answered\n"), "{said:#?}");
@@ -46,8 +46,7 @@ fn check_says_what_it_understood() {
     let said = project.querl(&["rag", "check", "querl.toml"]).ok();
     assert!(said.stdout.starts_with("retrieval embedded, tenant fivedoctors\n\n1. "), "{said:#?}");
     assert!(said.stdout.contains("ok  answers  3 of 3 queries were answered\n"), "{said:#?}");
-    let text = project.querl(&["rag", "check", "querl.toml", "--query", "胶原蛋白肽饮怎么吃", "--json"]).ok().stdout;
-    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let report = project.json(&["rag", "check", "querl.toml", "--query", "胶原蛋白肽饮怎么吃"]);
     assert_eq!(report["queries"].as_array().unwrap().len(), 1);
     assert!(report["queries"][0]["answer"]["Ok"][0]["id"].as_str().unwrap().starts_with("p01"), "{report}");
     let said =
@@ -94,8 +93,7 @@ fn an_address_for_other_machines_without_a_key_is_reported() {
     let warning = "192.0.2.1: other machines may reach this address, and no key is required";
     for form in [["serve", "rag"], ["rag", "serve"]] {
         let serve = [&form[..], &["querl.toml", "--addr", "192.0.2.1:8000"]].concat();
-        let said = project.querl(&serve);
-        assert!(said.code == Some(2) && said.stderr.contains(warning), "{said:#?}");
+        project.querl(&serve).refused(warning);
         let command = &mut project.command(&[&serve[..], &["--api_key_env", "RAG_KEY"]].concat());
         let said = command.env("RAG_KEY", "secret").output().unwrap();
         assert_eq!(said.status.code(), Some(2));
@@ -108,12 +106,9 @@ fn a_server_without_a_knowledge_base_or_address_ends_with_a_sentence() {
     let project = Project::new();
     let server = Server::start(&project, &SERVE, &[]);
     let taken = server.url.strip_prefix("http://").unwrap().split('/').next().unwrap();
-    let said = project.querl(&["rag", "serve", "querl.toml", "--addr", taken]);
-    assert_eq!(said.code, Some(2), "{said:#?}");
-    assert!(said.stderr.contains("cannot be listened on"), "{said:#?}");
+    project.querl(&["rag", "serve", "querl.toml", "--addr", taken]).refused("cannot be listened on");
     let said = project.querl(&["rag", "serve", "querl.toml", "querl.toml"]);
-    assert_eq!(said.code, Some(2), "{said:#?}");
-    assert!(said.stderr.contains("tenant `fivedoctors` has two knowledge bases named `default`"), "{said:#?}");
+    said.refused("tenant `fivedoctors` has two knowledge bases named `default`");
 }
 
 #[test]
@@ -144,9 +139,9 @@ score_threshold = "{{service_threshold}}"
     );
     project.querl(&["run", "querl.toml", "--to", "validate", "--out", "mapped"]).ok();
     let hits = |folder: &str| -> Vec<(String, f64)> {
-        let rows = project.read(&format!("{folder}/data/validated.jsonl"));
-        let rows = rows.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-        rows.flat_map(|row| row["retrieval"]["Ok"].as_array().unwrap().clone())
+        let rows = project.rows(&format!("{folder}/data/validated.jsonl"));
+        rows.iter()
+            .flat_map(|row| row["retrieval"]["Ok"].as_array().unwrap())
             .map(|hit| (hit["id"].as_str().unwrap().to_owned(), hit["reranker_score"].as_f64().unwrap()))
             .collect()
     };
@@ -162,15 +157,12 @@ fn models_in_this_process_take_part() {
     let (embedding, reranker) = (path("embedding", "bert-cls"), path("rerank", "xlm-roberta-reranker"));
     let check = |reranker: &str| {
         let settings = ["retrieval.embedding.kind=local", &embedding, "retrieval.rerank.kind=local", reranker];
-        let flags = settings.iter().flat_map(|setting| ["--set", setting]);
-        project.querl(&["rag", "check", "querl.toml"].into_iter().chain(flags).collect::<Vec<_>>())
+        project.querl(&with_sets(&["rag", "check", "querl.toml"], &settings))
     };
     let said = check(&reranker).ok();
     assert!(said.stdout.starts_with("retrieval embedded, hybrid + cross-encoder, tenant fivedoctors\n"), "{said:#?}");
     assert!(said.stdout.contains("ok  answers  3 of 3 queries were answered\n"), "{said:#?}");
-    let said = check(&path("rerank", "bert-cls"));
-    assert_eq!(said.code, Some(2), "{said:#?}");
-    assert!(said.stderr.contains("bert-cls/config.json: has 2 labels; a reranker has 1"), "{said:#?}");
+    check(&path("rerank", "bert-cls")).refused("bert-cls/config.json: has 2 labels; a reranker has 1");
 }
 
 /// Ids of the finished indexes in a folder.
@@ -192,12 +184,9 @@ fn a_build_that_is_killed_leaves_no_index_and_processes_that_build_at_once_leave
         .collect();
     project.write("large.jsonl", &passages.concat());
     let (knowledge_base, indexes) = (project.path("large.jsonl"), project.path("indexes"));
-    let settings = [
-        format!("retrieval.knowledge_base={}", knowledge_base.display()),
-        format!("retrieval.index_dir={}", indexes.display()),
-    ];
-    let flags = settings.iter().flat_map(|setting| ["--set", setting]);
-    let args: Vec<&str> = ["rag", "check", "querl.toml"].into_iter().chain(flags).collect();
+    let knowledge_base = format!("retrieval.knowledge_base={}", knowledge_base.display());
+    let index_dir = format!("retrieval.index_dir={}", indexes.display());
+    let args = with_sets(&["rag", "check", "querl.toml"], &[&knowledge_base, &index_dir]);
     let start = || project.command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let mut killed = start();
     let is_building = || {
@@ -208,8 +197,7 @@ fn a_build_that_is_killed_leaves_no_index_and_processes_that_build_at_once_leave
         assert!(killed.try_wait().unwrap().is_none(), "it builds before it ends");
         std::thread::sleep(std::time::Duration::from_millis(2));
     }
-    killed.kill().unwrap();
-    killed.wait().unwrap();
+    kill(killed);
     assert!(finished(&indexes).is_empty());
     let both = [start(), start()];
     for mut process in both {
@@ -228,6 +216,5 @@ fn a_file_whose_vectors_a_service_makes_is_not_served_without_them() {
         "kind = \"http\"\nservice = \"qdrant\"\nurl = \"http://127.0.0.1:1/q\"\nembedding = { kind = \"openai\", url = \"http://127.0.0.1:1/e\", model = \"m\" }",
     );
     let said = project.querl(&["rag", "serve", "querl.toml", "--addr", "127.0.0.1:0"]);
-    assert_eq!(said.code, Some(2), "{said:#?}");
-    assert!(said.stderr.contains("retrieval.embedding.kind is \"openai\""), "{said:#?}");
+    said.refused("retrieval.embedding.kind is \"openai\"");
 }

@@ -6,10 +6,9 @@ mod support;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
-use std::time::Duration;
 use support::Project;
 use support::results::copy;
-use support::server::Server;
+use support::server::{Server, until};
 
 /// Finished runs of one tenant: `run` and `second` differ in training, `resplit` in the split, `shallow` in retrieval.
 static RUNS: LazyLock<Project> = LazyLock::new(|| {
@@ -60,17 +59,14 @@ fn set_verdict(project: &Project, run: &str, metric: &str, verdict: &str) {
 #[test]
 fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promotion() {
     let project = project();
-    let refused = release(&project, &["promote", "run"]);
-    assert_eq!(refused.code, Some(2), "{refused:#?}");
-    assert!(refused.stderr.contains("run: it was not checked against raw"), "{refused:#?}");
-    assert!(!project.path("releases").exists(), "{refused:#?}");
+    release(&project, &["promote", "run"]).refused("run: it was not checked against raw");
+    assert!(!project.path("releases").exists());
 
     // The rewrites of random weights are useless: by top-1 score they are worse with certainty.
     let lost = release(&project, &["check", "run", "--against", "raw", "--metric", "top1_score"]);
     assert_eq!(lost.code, Some(1), "{lost:#?}");
     assert!(lost.stderr.contains("error: rl loses to raw") || lost.stderr.contains("queries cannot tell"), "{lost:#?}");
-    let refused = release(&project, &["promote", "run"]);
-    assert!(refused.code == Some(2) && refused.stderr.contains("its check against raw"), "{refused:#?}");
+    release(&project, &["promote", "run"]).refused("its check against raw");
     let margin = project.refusal(&["release", "check", "run", "--against", "raw", "--margin", "0.2"], 2);
     assert_eq!(margin, "--margin is 0.2; expected 0 to 0.1 for top1");
 
@@ -78,18 +74,14 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     release(&project, &["check", "run", "--against", "raw", "--metric", "win_rate"]);
     set_verdict(&project, "run", "win_rate", "passed");
     set_verdict(&project, "run", "top1_score", "lost");
-    let refused = release(&project, &["promote", "run"]);
-    assert!(refused.code == Some(2), "{refused:#?}");
-    assert!(refused.stderr.contains("its check against raw found a loss of top1_score"), "{refused:#?}");
+    release(&project, &["promote", "run"]).refused("its check against raw found a loss of top1_score");
     set_verdict(&project, "run", "top1_score", "passed");
     release(&project, &["promote", "run"]).ok();
     let again = release(&project, &["promote", "run"]).ok();
     assert!(again.stdout.contains("is that already"), "{again:#?}");
 
     // The second run must be checked against the first. Runs with equal settings and splits are comparable, others are not.
-    let refused = release(&project, &["promote", "second"]);
-    assert!(refused.code == Some(2), "{refused:#?}");
-    assert!(refused.stderr.contains("second: it was not checked against run"), "{refused:#?}");
+    release(&project, &["promote", "second"]).refused("second: it was not checked against run");
     let different = project.refusal(&["release", "check", "shallow", "--against", "run"], 2);
     assert!(different.starts_with("shallow and run were evaluated with different retrieval.top_k"), "{different}");
     // Not comparable after any further evaluation: runs of another query table and of another tenant.
@@ -131,13 +123,12 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     assert_eq!(std::fs::read_dir(project.path("second/release")).unwrap().count(), 1);
     let settings = project.read("second/config.resolved.toml");
     project.write("second/config.resolved.toml", &settings.replace("max_new_tokens = 8", "max_new_tokens = 9"));
-    let refused = release(&project, &["promote", "second"]);
-    assert!(refused.code == Some(2) && refused.stderr.contains("with other digests"), "{refused:#?}");
+    release(&project, &["promote", "second"]).refused("with other digests");
     let outdated = project.refusal(&["release", "check", "second", "--against", "run"], 2);
     assert!(outdated.starts_with("second: rl.max_new_tokens changed after the evaluation"), "{outdated}");
     project.write("second/config.resolved.toml", &settings);
     release(&project, &["promote", "second"]).ok();
-    let history: Value = serde_json::from_str(&release(&project, &["history", "--json"]).ok().stdout).unwrap();
+    let history = project.json(&["release", "history"]);
     let entry = &history[1];
     assert_eq!(entry["action"], json!("promote"));
     assert_eq!(entry["run"], json!("second"));
@@ -150,9 +141,7 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     let intact = std::fs::read(&adapter).unwrap();
     std::fs::write(&adapter, &intact[..intact.len() - 1]).unwrap();
     let before = project.read("releases/history.jsonl");
-    let refused = release(&project, &["rollback"]);
-    assert!(refused.code == Some(2), "{refused:#?}");
-    assert!(refused.stderr.contains("run/rl/best/adapter_model.safetensors"), "{refused:#?}");
+    release(&project, &["rollback"]).refused("run/rl/best/adapter_model.safetensors");
     std::fs::write(&adapter, &intact).unwrap();
     std::fs::rename(project.path("run"), project.path("moved")).unwrap();
     assert!(release(&project, &["rollback"]).stderr.contains("run: the folder of the released run is gone"));
@@ -219,7 +208,7 @@ async fn a_server_follows_promotions_and_rollbacks_without_a_failed_response() {
     notify(&[&["promote", "second"][..], &reason].concat());
     let second: BTreeSet<String> = both.difference(&first).cloned().collect();
     assert_eq!(versions().await, second);
-    let history: Value = serde_json::from_str(&release(&project, &["history", "--json"]).ok().stdout).unwrap();
+    let history = project.json(&["release", "history"]);
     assert_eq!(history[4]["version"], json!(second.first()), "the history has the version of responses");
 
     let log = project.read("server.log");
@@ -253,12 +242,7 @@ async fn a_server_follows_promotions_and_rollbacks_without_a_failed_response() {
     // Without a notification, the server reads the folder again on SIGHUP.
     release(&project, &["rollback"]).ok();
     server.signal("-HUP");
-    for _ in 0..200 {
-        if versions().await == first {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    until(async || versions().await == first).await;
     assert_eq!(versions().await, first);
 
     // A run that changed after its release is not served.
@@ -279,8 +263,6 @@ async fn a_server_follows_promotions_and_rollbacks_without_a_failed_response() {
 #[test]
 fn a_canary_of_all_requests_and_limits_of_a_candidate_without_releases_are_refused() {
     let project = Project::new();
-    let canary = release(&project, &["promote", "run", "--canary", "1"]);
-    assert!(canary.code == Some(2) && canary.stderr.contains("above 0 and below 1"), "{canary:#?}");
-    let served = project.querl(&["serve", "rewrite", "run", "--candidate_max_errors", "0.1"]);
-    assert!(served.code == Some(2) && served.stderr.contains("--candidate_max_errors"), "{served:#?}");
+    release(&project, &["promote", "run", "--canary", "1"]).refused("above 0 and below 1");
+    project.querl(&["serve", "rewrite", "run", "--candidate_max_errors", "0.1"]).refused("--candidate_max_errors");
 }

@@ -132,9 +132,8 @@ async fn a_folder_or_a_run_is_served_as_the_classifier_is() {
     assert_eq!(project.querl(&["serve", "style", "querl.toml"]).code, Some(2));
     // Symptom: the error for a run did not name the command that serves it.
     project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
-    let run = project.querl(&["serve", "run"]);
     let message = "error: run: this is a run; serve it with `querl serve rewrite run`, or, to serve a style model, ";
-    assert!(run.code == Some(2) && run.stderr.contains(message), "{run:#?}");
+    project.querl(&["serve", "run"]).refused(message);
     assert_eq!(project.querl(&["serve"]).code, Some(2));
 }
 
@@ -178,63 +177,13 @@ fn dialogues_on_stdin_are_classified_whole_and_in_their_order() {
 }
 
 #[test]
-fn a_long_text_is_shortened_and_counted() {
-    let project = project();
-    let said =
-        project.querl(&["rm", "predict", "--model", "style", "--file", "dialogues.json", "--max_length", "8"]).ok();
-    assert!(said.stderr.contains("26 text(s) longer than 8 tokens were shortened"), "{said:#?}");
-}
-
-/// Each case: a change to the files of a valid classifier, and the error.
-#[test]
-fn a_damaged_classifier_is_reported_in_one_sentence() {
-    let good = project();
-    let config: Value = serde_json::from_str(&good.read("style/config.json")).unwrap();
-    let with = |key: &str, value: Value| {
-        let mut config = config.clone();
-        config[key] = value;
-        config.to_string()
-    };
-    let two = json!({"0": "a", "1": "b"});
-    let mapping = json!({"id_to_label": two, "label_to_id": {"a": 0, "b": 1}}).to_string();
-    let bert = with("architectures", json!(["BertForSequenceClassification"]));
-    let cases = [
-        (vec![("tokenizer.json", None)], "tokenizer.json"),
-        (vec![("model.safetensors", None)], "model.safetensors"),
-        (vec![("config.json", Some(bert))], "architecture `BertForSequenceClassification` is not supported"),
-        (vec![("label_mapping.json", Some("{}".to_owned()))], "no `id_to_label` there"),
-        (
-            vec![("label_mapping.json", Some(mapping)), ("config.json", Some(with("id2label", two)))],
-            "`score.weight` has shape [5, 32]; the 2 labels and the model's width make it [2, 32]",
-        ),
-    ];
-    for (damages, sentence) in cases {
-        let path = |file: &str| good.path("style").join(file);
-        let kept: Vec<_> = damages.iter().map(|(file, _)| (path(file), std::fs::read(path(file)).unwrap())).collect();
-        for (file, content) in &damages {
-            match content {
-                Some(content) => std::fs::write(path(file), content).unwrap(),
-                None => std::fs::remove_file(path(file)).unwrap(),
-            }
-        }
-        let said = good.querl(&["rm", "predict", "--model", "style", "--text", "好", "-q"]);
-        assert!(said.code == Some(2) && said.stderr.lines().count() == 1, "{damages:?}: {said:#?}");
-        assert!(said.stderr.starts_with("error: ") && said.stderr.contains(sentence), "{damages:?}: {said:#?}");
-        kept.into_iter().for_each(|(path, bytes)| std::fs::write(path, bytes).unwrap());
-    }
-    good.querl(&["rm", "predict", "--model", "style", "--text", "好"]).ok();
-}
-
-#[test]
 fn what_cannot_be_served_ends_with_a_sentence() {
     let project = Project::new();
     let base = model().display().to_string();
     let said = project.querl(&["rm", "serve", "--model", &base, "--addr", "127.0.0.1:0"]);
-    assert_eq!(said.code, Some(2), "{said:#?}");
-    assert!(said.stderr.contains("no `id2label` there; a classifier names its classes"), "{said:#?}");
+    said.refused("no `id2label` there; a classifier names its classes");
     let said = project.querl(&["rm", "serve", "--model", &base, "--api_key_env", "NOT_SET"]);
-    assert_eq!(said.code, Some(2), "{said:#?}");
-    assert!(said.stderr.contains("the environment variable `NOT_SET` holds no key"), "{said:#?}");
+    said.refused("the environment variable `NOT_SET` holds no key");
 }
 
 #[test]
@@ -261,9 +210,7 @@ fn a_student_learns_from_a_teacher_that_is_run_once() {
         "1e-3",
     ];
     let into_teacher = args.map(|arg| if arg == "student" { "style" } else { arg });
-    let refused = project.querl(&into_teacher);
-    assert_eq!(refused.code, Some(2), "{refused:#?}");
-    assert!(refused.stderr.contains("style: output_dir is the teacher's own folder; name another"), "{refused:#?}");
+    project.querl(&into_teacher).refused("style: output_dir is the teacher's own folder; name another");
     let said = project.querl(&args).ok();
     assert!(said.stdout.contains("the student is") && said.stdout.contains("eval_accuracy"), "{said:#?}");
     let report: Value = serde_json::from_str(&project.read("student/distillation.json")).unwrap();
@@ -278,5 +225,5 @@ fn a_student_learns_from_a_teacher_that_is_run_once() {
     project.querl(&["rm", "predict", "--model", "student", "--text", "好"]).ok();
 
     let said = project.querl(&[&args[..], &["--hard_weight", "2"]].concat());
-    assert_eq!((said.code, said.stderr.contains("hard_weight is 2; expected 0 to 1")), (Some(2), true), "{said:#?}");
+    said.refused("hard_weight is 2; expected 0 to 1");
 }

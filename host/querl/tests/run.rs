@@ -3,8 +3,11 @@
 
 mod support;
 
-use support::process::{interrupted, signal};
-use support::{Project, repository};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use support::process::{interrupted, kill, signal};
+use support::results::{files_below, run_until, timeless};
+use support::{Project, repository, with_sets};
 
 /// A single test, because its parts depend on one another and the run is slow.
 #[test]
@@ -60,9 +63,7 @@ fn run_makes_everything_then_skips_what_is_finished_and_redoes_what_changed() {
     project.querl(&["run", "querl.toml"]).ok();
 
     std::fs::remove_file(project.path("run/report.html")).unwrap();
-    let report = project.querl(&["report", "run", "--json"]).ok();
-    let evaluation: serde_json::Value = serde_json::from_str(&report.stdout).unwrap();
-    assert_eq!(evaluation["split"], "test");
+    assert_eq!(project.json(&["report", "run"])["split"], "test");
     assert!(project.path("run/report.html").is_file());
     // A folder in place of a file cannot be replaced, as in a read-only folder.
     std::fs::remove_file(project.path("run/report.html")).unwrap();
@@ -71,8 +72,7 @@ fn run_makes_everything_then_skips_what_is_finished_and_redoes_what_changed() {
     assert!(message.starts_with("run/report.html: cannot be written: "), "{message}");
     std::fs::remove_dir(project.path("run/report.html")).unwrap();
 
-    let forced = project.querl(&["run", "querl.toml", "--from", "validate", "--to", "convert", "--json"]).ok();
-    let result: serde_json::Value = serde_json::from_str(&forced.stdout).unwrap();
+    let result = project.json(&["run", "querl.toml", "--from", "validate", "--to", "convert"]);
     let statuses: Vec<_> =
         result["stages"].as_array().unwrap().iter().map(|stage| stage["status"].as_str().unwrap()).collect();
     assert_eq!(statuses, ["skipped", "done", "done"]);
@@ -161,15 +161,7 @@ fn a_stage_alone_refuses_what_was_made_from_other_files() {
 
 /// Starts `args` and kills the process once `metrics.jsonl` has `n_lines` of `stage`.
 fn kill_within(project: &Project, args: &[&str], stage: &str, n_lines: usize) {
-    let mut child = project.command(args).stderr(std::process::Stdio::null()).spawn().unwrap();
-    let (log, stage) = (project.path("run/metrics.jsonl"), format!("\"stage\":\"{stage}\""));
-    let started = std::time::Instant::now();
-    while std::fs::read_to_string(&log).unwrap_or_default().matches(&stage).count() < n_lines {
-        assert!(started.elapsed().as_secs() < 240, "{stage} wrote no metrics");
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
-    child.kill().unwrap();
-    child.wait().unwrap();
+    kill(run_until(project.command(args), project, stage, n_lines));
 }
 
 /// Results of a run by file, without times.
@@ -197,8 +189,7 @@ fn without_latency(text: &str) -> String {
 fn a_killed_run_is_finished_by_the_next_as_if_nothing_had_been() {
     let more =
         ["sft.epochs=4", "sft.max_steps=12", "sft.batch_size=2", "sft.gradient_accumulation_steps=2", "rl.max_steps=8"];
-    let sets = more.iter().flat_map(|more| ["--set", more]);
-    let args: Vec<&str> = ["run", "querl.toml"].into_iter().chain(sets).collect();
+    let args = with_sets(&["run", "querl.toml"], &more);
     let (unkilled, project) = (Project::new(), Project::new());
     unkilled.querl(&args).ok();
 
@@ -238,8 +229,7 @@ fn runs_on_the_same_queries_are_pooled_and_others_refused() {
     evaluate("other", "data.split_seed=77");
     let table = project.querl(&["report", "one", "two"]).ok().stdout;
     assert!(table.contains("raw") && table.contains("teacher") && table.contains("2 runs"), "{table}");
-    let json = project.querl(&["report", "one", "two", "--json"]).ok().stdout;
-    assert!(serde_json::from_str::<serde_json::Value>(&json).unwrap().is_object(), "{json}");
+    assert!(project.json(&["report", "one", "two"]).is_object());
     // Without a limit on gold queries: the same test split with other settings.
     evaluate("three", "retrieval.top_k=3");
     let message = project.refusal(&["report", "one", "three"], 2);
@@ -268,8 +258,7 @@ fn runs_on_the_same_queries_are_pooled_and_others_refused() {
 #[test]
 fn untrained_systems_samples_and_a_second_retriever_are_evaluated() {
     let project = Project::new();
-    let passages = std::fs::read_to_string(support::repository().join("examples/fivedoctors/knowledge_base.jsonl"));
-    let passages = passages.unwrap();
+    let passages = std::fs::read_to_string(repository().join("examples/fivedoctors/knowledge_base.jsonl")).unwrap();
     let with_gold = |(row, passage): (serde_json::Value, &str)| {
         let passage: serde_json::Value = serde_json::from_str(passage).unwrap();
         let mut row = row;
@@ -372,12 +361,11 @@ fn epochs_of_rl_are_as_many_steps_as_the_training_split_has_batches() {
 
 #[test]
 fn two_devices_that_hold_a_model_together_train_and_answer_as_one() {
-    let model = format!("model.path={}", support::repository().join("examples/tiny-qwen3").display());
+    let model = format!("model.path={}", repository().join("examples/tiny-qwen3").display());
     let run = |sets: &[&str]| {
         let project = support::results::project();
         let common = ["sft.max_steps=3", "rl.max_steps=2", "rl.eval_steps=2", "rl.n_samples=2", &model];
-        let sets: Vec<&str> = common.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
-        project.querl(&[["run", "querl.toml", "--to", "eval"].as_slice(), &sets].concat()).ok();
+        project.querl(&with_sets(&["run", "querl.toml", "--to", "eval"], &[&common, sets].concat())).ok();
         project
     };
     let alone = run(&[]);
@@ -392,42 +380,24 @@ fn two_devices_that_hold_a_model_together_train_and_answer_as_one() {
     }
     let answers = |project: &Project| {
         let lines = project.read("run/eval/records.jsonl");
-        lines.lines().map(support::results::timeless).collect::<String>()
+        lines.lines().map(timeless).collect::<String>()
     };
     assert_eq!(answers(&together), answers(&alone));
 }
 
 #[test]
 fn what_cannot_be_split_is_refused_before_anything_is_done() {
-    let refused = |sets: [&str; 2]| {
-        let said = support::results::project().querl(&["run", "querl.toml", "--set", sets[0], "--set", sets[1]]);
-        assert_eq!(said.code, Some(2), "{said:#?}");
-        said.stderr
+    let run = |device| {
+        support::results::project().querl(&with_sets(&["run", "querl.toml"], &[device, "model.tensor_parallel=2"]))
     };
-    let said = refused(["device=cpu:2", "model.tensor_parallel=2"]);
-    let expected = "1 heads of keys and values (2 of queries) cannot be split over 2 ranks";
-    assert!(said.contains(expected), "{said}");
-    let said = refused(["device=cpu:3", "model.tensor_parallel=2"]);
-    assert!(said.contains("model.tensor_parallel is 2 and device is \"cpu:3\""), "{said}");
+    run("device=cpu:2").refused("1 heads of keys and values (2 of queries) cannot be split over 2 ranks");
+    run("device=cpu:3").refused("model.tensor_parallel is 2 and device is \"cpu:3\"");
 }
 
 /// Digest of every file of the run, by path.
-fn snapshot(project: &Project) -> std::collections::BTreeMap<String, String> {
-    let mut files = std::collections::BTreeMap::new();
-    let mut folders = vec![project.path("run")];
-    while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(folder).unwrap().flatten() {
-            match entry.path() {
-                path if path.is_dir() => folders.push(path),
-                path if path.ends_with(".in-use") => {}
-                path => {
-                    let digest = querl_core::fsx::digest_file(&path).unwrap();
-                    files.insert(path.display().to_string(), digest);
-                }
-            }
-        }
-    }
-    files
+fn snapshot(project: &Project) -> BTreeMap<PathBuf, String> {
+    let files = files_below(&project.path("run")).into_iter().filter(|path| !path.ends_with(".in-use"));
+    files.map(|path| (path.clone(), querl_core::fsx::digest_file(&path).unwrap())).collect()
 }
 
 /// Regression: a refused command removed a finished training. Everything is checked before the result is moved.
@@ -586,8 +556,8 @@ fn splits_that_lost_rows_are_named_by_whatever_reads_them() {
     project.write("run/data/train.jsonl", "");
     let stats = project.querl(&["data", "stats", "querl.toml"]).ok().stdout;
     assert!(stats.contains("warning: data/train.jsonl of convert has 0 of "), "{stats}");
-    let refused = project.querl(&["serve", "reward", "run", "--addr", "127.0.0.1:0"]);
-    assert!(refused.code == Some(2) && refused.stderr.contains("run/data/train.jsonl: has 0 of "), "{refused:#?}");
+    let serve = project.querl(&["serve", "reward", "run", "--addr", "127.0.0.1:0"]);
+    serve.refused("run/data/train.jsonl: has 0 of ");
 }
 
 #[test]

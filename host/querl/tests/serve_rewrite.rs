@@ -5,28 +5,12 @@ mod support;
 
 use serde_json::{Value, json};
 use std::time::Duration;
-use support::results::copy;
-use support::server::Server;
-use support::tenants::{RUNS, project};
+use support::results::{copy, damage};
+use support::server::{Server, until};
+use support::tenants::{RUNS, evaluated, project};
 use support::{Project, model};
 
 const SERVE: [&str; 2] = ["serve", "rewrite"];
-
-/// Requests with the queries of an evaluation, and the expected rewrites; empty if a response had none.
-fn evaluated(folder: &str, tenant: &str) -> Vec<(Value, String, String)> {
-    let records = RUNS.rows(&format!("{folder}/eval/records.jsonl"));
-    let of_rl = records.into_iter().filter(|record| record["system"] == "rl");
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let found = of_rl.map(|record| {
-        let query = &record["query"];
-        let request = json!({
-            "tenant": tenant, "query": query["original_query"], "user_profile": query["user_profile"],
-            "history": query["history_summary"], "deadline_ms": 60_000,
-        });
-        (request, text(&query["original_query"]), text(&record["outcome"]["Ok"]["candidate"]["rewrite"]))
-    });
-    found.collect()
-}
 
 fn assert_rewritten(response: &Value, query: &str, expected: &str) {
     match expected.is_empty() {
@@ -98,12 +82,7 @@ async fn a_tenant_is_replaced_without_a_failed_or_mixed_response() {
     let resolved = project.read("run/config.resolved.toml");
     project.write("run/config.resolved.toml", &resolved.replace("tenant = \"other\"", "tenant = \"fivedoctors\""));
     server.signal("-HUP");
-    for _ in 0..200 {
-        if version().await != before {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    until(async || version().await != before).await;
     assert_ne!(version().await, before);
     assert_eq!(server.end("-TERM"), Some(0));
 }
@@ -176,12 +155,7 @@ async fn a_tenant_that_moved_to_a_damaged_run_is_still_served() {
         std::fs::rename(&file, &elsewhere).unwrap();
         server.signal("-HUP");
         // Three tenants are loaded at the start, and two at each reload.
-        for _ in 0..600 {
-            if project.read("server.log").matches(": version ").count() == n_loaded {
-                break;
-            }
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+        until(async || project.read("server.log").matches(": version ").count() == n_loaded).await;
         // Tenants are removed at the end of a reload.
         tokio::time::sleep(Duration::from_millis(500)).await;
         let log = project.read("server.log");
@@ -245,12 +219,7 @@ async fn a_reload_takes_no_tenant_of_another_run_and_removes_renamed_ones() {
     rename(&project, "run", ("fivedoctors", "third"));
     rename(&project, "other", ("third", "fivedoctors"));
     server.signal("-HUP");
-    for _ in 0..600 {
-        if version("fivedoctors").await != before.0 && version("third").await != third {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    until(async || version("fivedoctors").await != before.0 && version("third").await != third).await;
     assert_ne!((version("fivedoctors").await, version("third").await), (before.0, third));
     let log = project.read("server.log");
     assert!(log.matches("not loaded again").count() == 1 && log.matches(": removed, ").count() == 1, "{log}");
@@ -358,13 +327,11 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
     assert_eq!(serve(&["nothing"]), nothing);
     assert!(serve(&["nothing.toml"]).starts_with("nothing.toml: no such file"));
     // An address reserved for documentation (RFC 5737), on which no process can listen.
-    let open = project.querl(&["serve", "rewrite", "run", "--addr", "192.0.2.1:8000"]);
     let warning = "192.0.2.1: other machines may reach this address, and no key is required of tenant `fivedoctors`;";
-    assert!(open.code == Some(2) && open.stderr.contains(warning), "{open:#?}");
+    project.querl(&["serve", "rewrite", "run", "--addr", "192.0.2.1:8000"]).refused(warning);
     for address in ["localhost:8000", "8000"] {
         let wrong = project.querl(&["serve", "style", "--addr", address]);
-        let expected = "expected an IP address and a port, such as 127.0.0.1:8000";
-        assert!(wrong.code == Some(2) && wrong.stderr.contains(expected), "{wrong:#?}");
+        wrong.refused("expected an IP address and a port, such as 127.0.0.1:8000");
     }
     std::fs::create_dir(project.path("empty")).unwrap();
     assert!(serve(&["empty"]).contains("empty: not a run's folder"));
@@ -377,28 +344,19 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
     assert_eq!(serve(&["run", "--tenant_key_env", misspelled]), unknown);
     let keys = ["--tenant_key_env", misspelled, "--admin_key_env", "QUERL_CACHE_DIR", "--addr", "192.0.2.1:8000"];
     let later = project.querl(&[&["serve", "rewrite", "run"][..], &keys].concat());
-    assert!(later.code == Some(2) && later.stderr.contains(&format!("warning: {unknown}\n")), "{later:#?}");
-    assert!(later.stderr.contains("no key is required of tenant `fivedoctors`;"), "{later:#?}");
+    later.refused(&format!("warning: {unknown}\n")).refused("no key is required of tenant `fivedoctors`;");
     // Symptom: the address was announced before the check.
     let twice = project.querl(&[&SERVE[..], &["run", "run", "--addr", "127.0.0.1:0"]].concat());
     assert!(twice.stderr.contains("are both of tenant `fivedoctors`"), "{twice:#?}");
     assert_eq!((twice.code, twice.stdout.as_str()), (Some(2), ""), "{twice:#?}");
 
-    let adapter = project.path("run/rl/best/adapter_model.safetensors");
-    let mut bytes = std::fs::read(&adapter).unwrap();
-    let last = bytes.len() - 5;
-    bytes[last] ^= 1;
-    std::fs::write(&adapter, bytes).unwrap();
+    damage(&project.path("run/rl/best/adapter_model.safetensors"));
     let damaged = serve(&["run"]);
     assert!(damaged.contains("adapter_model.safetensors") && damaged.contains("querl rl"), "{damaged}");
 
     // Another base model: one byte of its weights differs.
     project.copy_model("model");
-    let weights = project.path("model/model.safetensors");
-    let mut bytes = std::fs::read(&weights).unwrap();
-    let last = bytes.len() - 5;
-    bytes[last] ^= 1;
-    std::fs::write(&weights, bytes).unwrap();
+    damage(&project.path("model/model.safetensors"));
     let resolved = project.read("other/config.resolved.toml");
     let (own, other) = (model().display().to_string(), project.path("model").display().to_string());
     assert!(resolved.contains(&own));

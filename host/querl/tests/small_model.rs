@@ -90,9 +90,7 @@ fn the_written_file_pretrains_a_model_with_held_out_lines() {
     for command in [&["config", "check", "querl.toml"][..], &["plan", "querl.toml"]] {
         let said =
             project.querl(&[command, &["--set", "model.path=own-model", "--set", "data.input=teacher.jsonl"]].concat());
-        assert_eq!(said.code, Some(2), "{said:#?}");
-        let expected = "own-model: its pretraining is not finished; run `querl model pretrain` with";
-        assert!(said.stderr.contains(expected), "{said:#?}");
+        said.refused("own-model: its pretraining is not finished; run `querl model pretrain` with");
     }
     std::fs::remove_dir_all(project.path("own-model/.pretrain")).unwrap();
     let made = project.querl(&["model", "pretrain", "pretrain.toml"]).ok();
@@ -162,8 +160,7 @@ fn what_cannot_be_used_is_refused_with_what_was_expected() {
     assert_eq!(refused(&[]), "kb.jsonl: no passage has a word; a corpus needs texts with letters or digits");
     assert!(!project.path("corpus.jsonl").exists());
     let args = ["model", "corpus", "querl.toml", "--out", "corpus.jsonl", "--pretrain", "pretrain.toml"];
-    let said = project.querl(&args);
-    assert!(said.code == Some(2) && said.stderr.contains("--out_model <DIR>"), "{said:#?}");
+    project.querl(&args).refused("--out_model <DIR>");
     project.write("pretrain.toml", "corpus = \"c\"\noutput_dir = \"o\"\nseed = 1\nvocab_size = 300\nval_share = 0.9\n[model]\nhidden_size = 8\nintermediate_size = 8\nn_layers = 1\nn_heads = 1\nn_kv_heads = 1\nhead_dim = 8\nmax_positions = 64\n[train]\n");
     let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
     assert_eq!(message, "pretrain.toml: val_share is 0.9; expected 0.0 to 0.5");

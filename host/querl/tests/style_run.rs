@@ -4,7 +4,7 @@
 mod support;
 
 use serde_json::{Value, json};
-use support::{Project, model, repository};
+use support::{Project, model, repository, with_sets};
 
 const CLASSES: [&str; 5] = ["售前", "售后", "诚实", "有帮助", "无伤害"];
 
@@ -100,9 +100,7 @@ fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_
     // A replay with another margin, without the model: the episodes contain its distributions.
     let scorer = format!("{}/scorer-style", plugins());
     let settings = ["--settings", "targets=[\"诚实\"]", "--settings", "margin=0.2"];
-    let replay =
-        project.querl(&[&["plugin", "replay", "run", "--plugin", &scorer, "--json"], &settings[..]].concat()).ok();
-    let replay: Value = serde_json::from_str(&replay.stdout).unwrap();
+    let replay = project.json(&[&["plugin", "replay", "run", "--plugin", &scorer], &settings[..]].concat());
     assert!(replay.is_object(), "{replay}");
     // Regression: calls of a style scorer were not recorded. With the settings of the run they suffice for a replay.
     let without_styles = |row: &Value| {
@@ -114,9 +112,7 @@ fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_
     project.write("calls.jsonl", &episodes.iter().map(without_styles).collect::<String>());
     let settings =
         ["--settings", "targets=[\"诚实\"]", "--settings", "penalties=[\"售前=0.5\"]", "--settings", "margin=0.5"];
-    let replay =
-        project.querl(&[&["plugin", "replay", "calls.jsonl", "--plugin", &scorer, "--json"], &settings[..]].concat());
-    let replay: Value = serde_json::from_str(&replay.ok().stdout).unwrap();
+    let replay = project.json(&[&["plugin", "replay", "calls.jsonl", "--plugin", &scorer], &settings[..]].concat());
     let n_scored = replay["counts"]["n_scored_by_both"].as_u64().unwrap();
     assert_eq!((n_scored, &replay["change"]["n_changed"]), (scored.len() as u64, &json!(0)), "{replay}");
     assert!(episodes.iter().all(|row| row["episode"]["policy"].get("audit_style").is_none()), "no reward sees it");
@@ -158,10 +154,7 @@ fn an_unusable_style_model_is_reported_before_any_stage() {
     let missing = "plugins.rewards[1]: `scorer-style` scores style and there is no style model; name a classifier of `querl style train` as \
                    plugins.style_model.path";
     assert_eq!(project.refusal(&run, 2), missing);
-    let with = |sets: &[&str]| {
-        let sets = sets.iter().flat_map(|set| ["--set", *set]);
-        project.refusal(&run.into_iter().chain(sets).collect::<Vec<_>>(), 2)
-    };
+    let with = |sets: &[&str]| project.refusal(&with_sets(&run, sets), 2);
     let useless = "plugins.style_model.calibrated is set and plugins.style_model.path is not; name a classifier there, or leave it out";
     assert!(with(&["plugins.style_model.calibrated=true"]).ends_with(useless));
     let nothing = with(&["plugins.style_model.path=\"style\""]);

@@ -6,8 +6,9 @@ mod support;
 use serde_json::Value;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use support::Project;
+use support::process::kill;
 use support::results::{project, timeless};
+use support::{Project, with_sets};
 
 const HALVING: [&str; 14] = [
     "sweep",
@@ -83,8 +84,7 @@ fn a_killed_sweep_is_finished_by_the_next_command() {
         assert!(started.elapsed().as_secs() < 240 && child.try_wait().unwrap().is_none(), "no second trial");
         std::thread::sleep(Duration::from_millis(2));
     }
-    child.kill().unwrap();
-    child.wait().unwrap();
+    kill(child);
     assert_eq!(killed.querl(&HALVING).ok().stdout, expected);
 }
 
@@ -180,8 +180,7 @@ fn a_full_record_is_computed_again_in_numpy_and_repeats_no_stage() {
         &["rl.algorithm=rloo", "rl.n_samples=2", "rl.off_by_one=true", "rl.ppo_epochs=2"],
     ];
     for sets in algorithms {
-        let sets = sets.iter().flat_map(|set| ["--set", *set]);
-        let args: Vec<&str> = full.iter().copied().chain(["--from", "rl"]).chain(sets).collect();
+        let args = with_sets(&[&full[..], &["--from", "rl"]].concat(), sets);
         project.querl(&args).ok();
         for step in 1..=3 {
             assert!(project.path(&format!("run/rl/steps/step-{step:06}.safetensors")).is_file(), "{args:?}");

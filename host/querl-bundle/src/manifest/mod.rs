@@ -6,9 +6,10 @@ use crate::error::BundleError;
 use querl_core::config::PluginLimits;
 use querl_core::fsx::digest_hex;
 use semver::Version;
+use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use toml::{Table, Value};
+use toml::Value;
 
 pub use settings::{SettingProblem, SettingSpec, SettingType, check_settings};
 
@@ -28,7 +29,8 @@ const LARGEST_BYTES: u64 = ArchiveLimits::DEFAULT.text_bytes;
 
 querl_core::named_enum! {
     /// Kind of a plugin.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+    #[serde(rename_all = "kebab-case")]
     pub enum Kind {
         /// Renders a tenant's prompts and parses the responses to them.
         Prompt = "prompt",
@@ -169,6 +171,23 @@ pub struct RequestedLimits {
     pub host_calls_per_item: Option<u64>,
 }
 
+impl RequestedLimits {
+    /// The limits that are requested, by key, in the order of the documentation.
+    pub fn by_key(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
+        let bytes = |limit: Option<usize>| limit.map(|bytes| bytes as u64);
+        let keys = [
+            ("fuel_per_call", self.fuel_per_call),
+            ("fuel_per_item", self.fuel_per_item),
+            ("timeout_ms", self.timeout_ms),
+            ("memory_bytes", bytes(self.memory_bytes)),
+            ("output_bytes", bytes(self.output_bytes)),
+            ("log_bytes", bytes(self.log_bytes)),
+            ("host_calls_per_item", self.host_calls_per_item),
+        ];
+        keys.into_iter().filter_map(|(key, limit)| Some((key, limit?)))
+    }
+}
+
 /// Section `[build]` of the manifest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BuildSection {
@@ -225,13 +244,31 @@ impl Manifest {
         format!("{}-{}.querl", self.plugin.id, self.plugin.version)
     }
 
-    /// The manifest as TOML, with keys in a fixed order and without comments. Parsing it gives an equal value.
+    /// The manifest as TOML, with sections in the order of the documentation, keys in a fixed order and without comments. Parsing it gives an equal value.
     pub fn to_text(&self) -> String {
-        manifest_text(self)
+        let mut text = String::new();
+        write_section(&mut text, "plugin", &plugin(&self.plugin));
+        for (key, spec) in &self.settings {
+            write_section(&mut text, &format!("settings.{key}"), &setting(spec));
+        }
+        let limits: Vec<_> = self.limits.by_key().map(|(key, limit)| (key, number(limit))).collect();
+        if !limits.is_empty() {
+            write_section(&mut text, "limits", &limits);
+        }
+        if let Some(build) = self.build {
+            write_section(&mut text, "build", &[("language", build.language.name().into())]);
+        }
+        if let Some(bundle) = &self.bundle {
+            let keys = [
+                ("format", number(bundle.format)),
+                ("component", bundle.component.as_str().into()),
+                ("component_bytes", number(bundle.component_bytes)),
+            ];
+            write_section(&mut text, "bundle", &keys);
+        }
+        text
     }
-}
 
-impl Manifest {
     /// The limits of `host`, lowered to those that the plugin requests.
     ///
     /// # Errors
@@ -262,41 +299,12 @@ fn lower<N: Copy + PartialOrd + std::fmt::Display>(key: &str, asked: Option<N>, 
     }
 }
 
-/// Sections in the order of the documentation, keys in a fixed order.
-fn manifest_text(manifest: &Manifest) -> String {
-    let mut text = String::new();
-    write_section(&mut text, "plugin", plugin(&manifest.plugin));
-    for (key, spec) in &manifest.settings {
-        write_section(&mut text, &format!("settings.{key}"), setting(spec));
-    }
-    let limits = limits(&manifest.limits);
-    if !limits.is_empty() {
-        write_section(&mut text, "limits", limits);
-    }
-    if let Some(build) = manifest.build {
-        write_section(&mut text, "build", vec![("language", build.language.name().into())]);
-    }
-    if let Some(bundle) = &manifest.bundle {
-        let keys = vec![
-            ("format", number(bundle.format)),
-            ("component", bundle.component.as_str().into()),
-            ("component_bytes", number(bundle.component_bytes)),
-        ];
-        write_section(&mut text, "bundle", keys);
-    }
-    text
-}
-
-fn write_section(text: &mut String, name: &str, keys: Vec<(&str, Value)>) {
+fn write_section(text: &mut String, name: &str, keys: &[(&str, Value)]) {
     if !text.is_empty() {
         text.push('\n');
     }
     text.push_str(&format!("[{name}]\n"));
-    for (key, value) in keys {
-        // Written key by key, because the library's table may have another order of keys.
-        let line = Table::from_iter([(key.to_owned(), value)]);
-        text.push_str(&line.to_string());
-    }
+    document::write_keys(text, keys);
 }
 
 fn plugin(plugin: &PluginSection) -> Vec<(&'static str, Value)> {
@@ -336,20 +344,6 @@ fn setting(spec: &SettingSpec) -> Vec<(&'static str, Value)> {
         keys.push(("doc", spec.doc.as_str().into()));
     }
     keys
-}
-
-fn limits(limits: &RequestedLimits) -> Vec<(&'static str, Value)> {
-    let bytes = |bytes: usize| number(bytes as u64);
-    let keys = [
-        ("fuel_per_call", limits.fuel_per_call.map(number)),
-        ("fuel_per_item", limits.fuel_per_item.map(number)),
-        ("timeout_ms", limits.timeout_ms.map(number)),
-        ("memory_bytes", limits.memory_bytes.map(bytes)),
-        ("output_bytes", limits.output_bytes.map(bytes)),
-        ("log_bytes", limits.log_bytes.map(bytes)),
-        ("host_calls_per_item", limits.host_calls_per_item.map(number)),
-    ];
-    keys.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
 }
 
 fn number(count: u64) -> Value {

@@ -4,6 +4,7 @@ use super::Manifest;
 use super::parse::number;
 use crate::document::{Section, nearest, or_list, shown};
 use crate::error::BundleError;
+use serde::Serialize;
 use std::collections::BTreeMap;
 use toml::Value;
 
@@ -12,7 +13,8 @@ const LARGEST_BOUND: u64 = 1 << 53;
 
 querl_core::named_enum! {
     /// Type of a setting's value.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+    #[serde(rename_all = "snake_case")]
     pub enum SettingType {
         /// A finite number, whole or not.
         Number = "number",
@@ -34,9 +36,10 @@ impl SettingType {
 }
 
 /// Section `[settings.KEY]` of the manifest: the declaration of one setting.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SettingSpec {
     /// Type of the value.
+    #[serde(rename = "type")]
     pub kind: SettingType,
     /// Default value; `None` if there is none.
     pub default: Option<Value>,

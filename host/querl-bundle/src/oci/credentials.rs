@@ -32,12 +32,8 @@ impl Credentials {
         let variables = VARIABLES.map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()));
         match of_variables(location, variables)? {
             Some(credentials) => Ok(credentials),
-            None => Self::of_docker(location),
+            None => of_docker(location, docker_credential::get_credential(location.host())),
         }
-    }
-
-    fn of_docker(location: &RegistryReference) -> Result<Self, RegistryError> {
-        found(location, docker_credential::get_credential(location.host()))
     }
 
     pub(crate) fn auth(&self) -> &RegistryAuth {
@@ -70,7 +66,7 @@ fn of_variables(
     }
 }
 
-fn found(
+fn of_docker(
     location: &RegistryReference,
     found: Result<DockerCredential, CredentialRetrievalError>,
 ) -> Result<Credentials, RegistryError> {
@@ -100,7 +96,7 @@ mod tests {
 
     fn of(config: &str) -> Result<Credentials, RegistryError> {
         let location = RegistryReference::parse("localhost:5000/a").unwrap();
-        found(&location, docker_credential::get_credential_from_reader(config.as_bytes(), location.host()))
+        of_docker(&location, docker_credential::get_credential_from_reader(config.as_bytes(), location.host()))
     }
 
     #[test]

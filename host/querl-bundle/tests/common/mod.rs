@@ -103,6 +103,14 @@ impl Entry {
     }
 }
 
+/// The header of the file `name`, which gives its size as `n_bytes`, without its content.
+pub fn header_of_size(name: &str, n_bytes: u64) -> Vec<u8> {
+    let mut header = Header::from_byte_slice(&Entry::new(name, b"").blocks()).clone();
+    header.set_size(n_bytes);
+    header.set_cksum();
+    header.as_bytes().to_vec()
+}
+
 /// The entries of an archive, ready to be changed.
 pub fn entries(archive: &[u8]) -> Vec<Entry> {
     let tar = zstd::decode_all(archive).unwrap();

@@ -16,12 +16,8 @@ async fn pulled(server: &MockServer) -> String {
     pull(&place(server), &Credentials::anonymous(), Transport::Secure).await.unwrap_err().to_string()
 }
 
-/// Answers with a bundle's manifest whose layer is `layer`.
-async fn serve_manifest(server: &MockServer, layer: serde_json::Value) {
-    serve_annotated(server, layer, json!({})).await;
-}
-
-async fn serve_annotated(server: &MockServer, layer: serde_json::Value, annotations: serde_json::Value) {
+/// The answer with a bundle's manifest whose layer is `layer`.
+fn manifest(layer: serde_json::Value, annotations: serde_json::Value) -> ResponseTemplate {
     let manifest = json!({
         "schemaVersion": 2,
         "mediaType": "application/vnd.oci.image.manifest.v1+json",
@@ -30,11 +26,17 @@ async fn serve_annotated(server: &MockServer, layer: serde_json::Value, annotati
         "layers": [layer],
         "annotations": annotations,
     });
-    let answer =
-        ResponseTemplate::new(200).set_body_raw(manifest.to_string(), "application/vnd.oci.image.manifest.v1+json");
+    ResponseTemplate::new(200).set_body_raw(manifest.to_string(), "application/vnd.oci.image.manifest.v1+json")
+}
+
+async fn serve_manifest(server: &MockServer, layer: serde_json::Value) {
+    serve_annotated(server, layer, json!({})).await;
+}
+
+async fn serve_annotated(server: &MockServer, layer: serde_json::Value, annotations: serde_json::Value) {
     Mock::given(method("GET"))
         .and(path("/v2/reward-brevity/manifests/0.1.0.querl"))
-        .respond_with(answer)
+        .respond_with(manifest(layer, annotations))
         .mount(server)
         .await;
 }
@@ -162,14 +164,7 @@ async fn bundle_of_another_plugin_is_refused_by_both_ends() {
     assert_eq!(error, format!("{expected}push it there"));
     assert!(server.received_requests().await.unwrap().is_empty());
 
-    let manifest = json!({
-        "schemaVersion": 2,
-        "mediaType": "application/vnd.oci.image.manifest.v1+json",
-        "config": { "mediaType": "application/vnd.oci.empty.v1+json", "digest": digest(b"{}"), "size": 2 },
-        "layers": [layer(&bytes)],
-    });
-    let answer =
-        ResponseTemplate::new(200).set_body_raw(manifest.to_string(), "application/vnd.oci.image.manifest.v1+json");
+    let answer = manifest(layer(&bytes), json!({}));
     Mock::given(path_regex("/manifests/")).respond_with(answer).mount(&server).await;
     Mock::given(path_regex("/blobs/"))
         .respond_with(ResponseTemplate::new(200).set_body_bytes(bytes))

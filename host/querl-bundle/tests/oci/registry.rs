@@ -10,13 +10,15 @@ use querl_bundle::{SigningKey, sign};
 
 /// A repository used only by this test, in the registry without access control.
 fn open(repository: &str) -> RegistryReference {
-    let host = std::env::var("QUERL_TEST_REGISTRY").expect("run tests/registry/run.sh, which starts the registry");
-    location(&host, &format!("{repository}/reward-brevity"))
+    in_registry("QUERL_TEST_REGISTRY", repository)
 }
 
 fn locked(repository: &str) -> RegistryReference {
-    let host =
-        std::env::var("QUERL_TEST_REGISTRY_LOCKED").expect("run tests/registry/run.sh, which starts the registry");
+    in_registry("QUERL_TEST_REGISTRY_LOCKED", repository)
+}
+
+fn in_registry(variable: &str, repository: &str) -> RegistryReference {
+    let host = std::env::var(variable).expect("run tests/registry/run.sh, which starts the registry");
     location(&host, &format!("{repository}/reward-brevity"))
 }
 

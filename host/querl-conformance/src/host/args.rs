@@ -1,7 +1,7 @@
 //! The command line of the suite for hosts.
 
 use super::HostSuite;
-use crate::report::{Check, Outcome, check_json};
+use crate::report::{Check, Outcome};
 use clap::Args;
 use serde_json::json;
 use std::path::PathBuf;
@@ -43,10 +43,7 @@ impl HostArgs {
         })?;
         let n_failed = checks.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_))).count();
         match self.json {
-            true => println!(
-                "{}",
-                json!({"passed": n_failed == 0, "checks": checks.iter().map(check_json).collect::<Vec<_>>()})
-            ),
+            true => println!("{}", json!({"passed": n_failed == 0, "checks": checks})),
             false => println!("\n{} passed, {n_failed} failed", checks.len() - n_failed),
         }
         Ok(n_failed == 0)

@@ -4,8 +4,7 @@ use crate::golden::prompt_task;
 use crate::subject::recorded;
 use querl_core::config::PluginLimits;
 use querl_core::ports::{
-    EpisodeInputs, FaultKind, Filter, HostFunctions, InputUse, PluginFault, PromptInput, Prompts, RewardModel,
-    StyleScorer,
+    FaultKind, Filter, HostFunctions, InputUse, PluginFault, PromptInput, Prompts, RewardModel, StyleScorer,
 };
 use querl_core::records::{
     Context, Dialogue, Episode, HostCall, HostCallError, HostRequest, HostResponse, Rejection, Sample,
@@ -244,9 +243,10 @@ impl Ports {
         let kinds: Vec<_> = description.kinds.iter().map(|kind| kind.name().replace('-', "_")).collect();
         let range =
             self.reward.as_ref().map(|reward| reward.range()).map(|range| json!({"min": range.min, "max": range.max}));
+        let input = |(name, used): (&str, InputUse)| json!({"input": name, "required": used == InputUse::Required});
         json!({
             "name": description.name, "version": description.version, "kinds": kinds, "range": range,
-            "inputs": inputs(&description.inputs),
+            "inputs": description.inputs.used().map(input).collect::<Vec<_>>(),
         })
     }
 }
@@ -261,20 +261,6 @@ fn outcome<T: serde::Serialize>(name: &str, outcome: Result<T, Rejection>) -> Va
         Ok(value) => json!({name: value}),
         Err(rejection) => json!({"rejected": rejection}),
     }
-}
-
-fn inputs(inputs: &EpisodeInputs) -> Vec<Value> {
-    let all = [
-        ("response", inputs.response),
-        ("prompt", inputs.prompt),
-        ("columns", inputs.columns),
-        ("baseline", inputs.baseline),
-        ("retrieval", inputs.retrieval),
-        ("judgement", inputs.judgement),
-        ("style", inputs.style),
-    ];
-    let declared = all.into_iter().filter(|(_, input)| *input != InputUse::Unused);
-    declared.map(|(name, input)| json!({"input": name, "required": input == InputUse::Required})).collect()
 }
 
 /// Recorded host calls by the item's id.

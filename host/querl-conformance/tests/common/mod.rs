@@ -31,6 +31,22 @@ pub fn report(folder: &str, settings: &str) -> Report {
     querl_conformance::run(&repository().join(folder), &options(settings)).unwrap()
 }
 
+/// The suite on a component in a file of its own.
+pub fn report_of_component(component: &[u8], settings: &str) -> Report {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("plugin.wasm");
+    std::fs::write(&path, component).unwrap();
+    querl_conformance::run(&path, &options(settings)).unwrap()
+}
+
+/// The files in `folder` whose names end so, in order.
+pub fn files(folder: PathBuf, suffix: &str) -> Vec<PathBuf> {
+    let paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut paths: Vec<_> = paths.filter(|path| path.to_string_lossy().ends_with(suffix)).collect();
+    paths.sort();
+    paths
+}
+
 /// The suite on a guest that breaks the rule `breach`.
 pub fn broken(guest: &str, breach: &str) -> Report {
     report(&format!("tests/guests/{guest}"), &format!("breach = '{breach}'"))

@@ -50,17 +50,12 @@ struct Shown {
 
 impl Page {
     fn new(audit: &Audit) -> Self {
-        let verdict = match audit.signs.len() {
-            0 => audit.verdict.clone(),
-            1 => "1 sign of reward hacking".to_owned(),
-            n => format!("{n} signs of reward hacking"),
-        };
         let row = |one: &Measure| MeasureRow { group: text::title(one.kind), cells: text::cells(one) };
         Self {
             head: text::head(audit),
             windows: text::windows(audit),
             has_signs: !audit.signs.is_empty(),
-            verdict,
+            verdict: text::conclusion(audit),
             signs: audit.signs.iter().map(|sign| sign.message.clone()).collect(),
             notes: audit.notes.clone(),
             charts: charts(audit),

@@ -1,5 +1,6 @@
 //! The audited episodes: scored rollouts of training, with their queries and the windows of steps that are compared.
 
+use crate::replay::query_key;
 use querl_core::episodes::RecordedEpisode;
 use querl_core::records::{Episode, Reward, Split};
 use serde::Serialize;
@@ -87,11 +88,6 @@ impl<'a> AuditRows<'a> {
 fn is_validation(recorded: &RecordedEpisode) -> bool {
     // Files of format 2 have no split.
     recorded.episode.split == Some(Split::Val) || recorded.episode.id.starts_with("val-")
-}
-
-/// Key of query and context: the same query in another context counts as another query.
-fn query_key(episode: &Episode) -> String {
-    format!("{}\0{}\0{}", episode.query, episode.context.user_profile, episode.context.history_summary)
 }
 
 fn target_key(episode: &Episode) -> String {

@@ -4,12 +4,8 @@ use super::Audit;
 use super::measures::{Measure, MeasureKind};
 use super::rows::Window;
 use super::suspicious::SuspiciousEpisode;
-use crate::text::{NOT_APPLICABLE, cut, left, one_line, or_dash, printable, right, wrapped};
+use crate::text::{MAX_WIDTH, NOT_APPLICABLE, aligned, cut, one_line, or_dash, printable, wrapped};
 use querl_core::text::grouped;
-use unicode_width::UnicodeWidthStr;
-
-/// Maximum line length, in terminal columns.
-const MAX_WIDTH: usize = 100;
 
 /// Renders the audit in lines of at most 100 columns, with the signs and the verdict last. With too few steps the verdict is first, and
 /// there is no table. Ends with a line break.
@@ -89,25 +85,16 @@ pub(super) fn title(kind: MeasureKind) -> &'static str {
 }
 
 fn table(audit: &Audit) -> Vec<String> {
-    let rows: Vec<[String; 6]> = audit.measures.iter().map(cells).collect();
-    let head = HEADS.map(str::to_owned);
-    let width = |column: usize| rows.iter().chain([&head]).map(|row| row[column].width()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..HEADS.len()).map(width).collect();
-    let line = |row: &[String; 6]| {
-        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| match column {
-            0 | 3 => left(cell, *width),
-            _ => right(cell, *width),
-        });
-        cut(cells.collect::<Vec<_>>().join("  ").trim_end(), MAX_WIDTH)
-    };
-    let mut lines = vec![line(&head)];
+    let rows: Vec<_> = std::iter::once(HEADS.map(str::to_owned)).chain(audit.measures.iter().map(cells)).collect();
+    let mut rows = aligned(&rows, &[0, 3]).into_iter();
+    let mut lines: Vec<String> = rows.next().into_iter().collect();
     let mut last = None;
-    for (measure, row) in audit.measures.iter().zip(&rows) {
+    for (measure, row) in audit.measures.iter().zip(rows) {
         let title = title(measure.kind);
         if last.replace(title) != Some(title) {
             lines.push(format!("- {title}"));
         }
-        lines.push(line(row));
+        lines.push(row);
     }
     lines
 }
@@ -157,12 +144,17 @@ fn sign_lines(audit: &Audit) -> Vec<String> {
     };
     let mut lines: Vec<String> =
         (1..).zip(audit.signs.iter().map(|sign| sign.message.as_str())).flat_map(indented).collect();
-    lines.push(match audit.signs.len() {
+    lines.push(conclusion(audit));
+    lines
+}
+
+/// The number of signs, or the verdict if there are none.
+pub(super) fn conclusion(audit: &Audit) -> String {
+    match audit.signs.len() {
         0 => audit.verdict.clone(),
         1 => "1 sign of reward hacking".to_owned(),
         n => format!("{n} signs of reward hacking"),
-    });
-    lines
+    }
 }
 
 /// Explanation of the columns of the table.

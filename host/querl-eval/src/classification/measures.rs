@@ -1,8 +1,8 @@
 //! All metrics of a classifier, with warnings if there are few examples.
 
 use super::metrics::{
-    ClassScores, Confusion, Proportion, ReliabilityBin, argmax, beats_majority, brier_score,
-    expected_calibration_error, log_loss, reliability, wilson,
+    ClassScores, Confusion, ReliabilityBin, argmax, beats_majority, brier_score, expected_calibration_error, log_loss,
+    reliability, wilson,
 };
 use crate::EvalError;
 use crate::bootstrap::{Bootstrap, Interval};
@@ -58,7 +58,7 @@ pub struct Measures {
     pub(crate) classes: Vec<String>,
     pub(crate) confusion: Confusion,
     /// Wilson score interval of the accuracy, which assumes independent examples.
-    pub(crate) accuracy_wilson: Proportion,
+    pub(crate) accuracy_wilson: Interval,
     /// Cluster bootstrap interval of the accuracy.
     pub(crate) accuracy_bootstrap: Interval,
     /// Cluster bootstrap interval of the macro F1.

@@ -1,5 +1,6 @@
 //! Metrics of a classifier: losses, confusion matrix, reliability, interval and permutation test of the accuracy.
 
+use crate::bootstrap::Interval;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
@@ -177,14 +178,6 @@ pub(crate) fn expected_calibration_error(bins: &[ReliabilityBin]) -> f64 {
     gaps.sum::<f64>() / n.max(1) as f64
 }
 
-/// A proportion with its 95% interval.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Proportion {
-    pub(crate) mean: f64,
-    pub(crate) low: f64,
-    pub(crate) high: f64,
-}
-
 /// The 97.5% quantile of the standard normal distribution.
 const Z: f64 = 1.959_963_984_540_054;
 
@@ -193,7 +186,7 @@ const Z: f64 = 1.959_963_984_540_054;
 ///
 /// Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference"; scipy's
 /// `binomtest(k, n).proportion_ci(method="wilson")`.
-pub(crate) fn wilson(n_successes: u64, n: u64) -> Option<Proportion> {
+pub(crate) fn wilson(n_successes: u64, n: u64) -> Option<Interval> {
     if n == 0 {
         return None;
     }
@@ -203,7 +196,7 @@ pub(crate) fn wilson(n_successes: u64, n: u64) -> Option<Proportion> {
     // Avoids rounding errors beyond 0 and 1.
     let low = if n_successes == 0 { 0.0 } else { centre - half };
     let high = if mean == 1.0 { 1.0 } else { centre + half };
-    Some(Proportion { mean, low, high })
+    Some(Interval { mean, low, high })
 }
 
 /// Up to this many groups the permutation test is exact.

@@ -204,7 +204,7 @@ fn id_parts(id: &str) -> Option<(&str, &str)> {
 }
 
 /// Key of query and context: the same query in another context counts as another query.
-fn query_key(episode: &Episode) -> String {
+pub(crate) fn query_key(episode: &Episode) -> String {
     format!("{}\0{}\0{}", episode.query, episode.context.user_profile, episode.context.history_summary)
 }
 

@@ -3,13 +3,10 @@
 use super::changes::DRAW_TOLERANCE;
 use super::episodes::Outcome;
 use super::statistics::{Distribution, Histogram};
-use crate::text::{Digits, counted, cut, left, one_line, printable};
+use crate::text::{Digits, MAX_WIDTH, counted, cut, left, one_line, printable};
 use querl_core::text::grouped;
 use serde::Serialize;
 use std::collections::BTreeMap;
-
-/// Maximum line length, in terminal columns.
-const MAX_WIDTH: usize = 100;
 
 /// Summary of the outcomes of one plugin over a set of episodes.
 #[derive(Debug, Clone, PartialEq, Serialize)]

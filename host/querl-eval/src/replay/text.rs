@@ -5,11 +5,10 @@ use super::changes::{Change, ChangedComponent, ChangedEpisode, ComponentChange, 
 use super::episodes::{Order, PluginSide, Side};
 use super::statistics::{Correlation, Distribution, Histogram, Pairs};
 use crate::bootstrap::Interval;
-use crate::text::{Digits, NOT_APPLICABLE, counted, cut, left, one_line, or_dash, printable, right, wrapped};
+use crate::text::{
+    Digits, MAX_WIDTH, NOT_APPLICABLE, aligned, counted, cut, left, one_line, or_dash, printable, right, wrapped,
+};
 use unicode_width::UnicodeWidthStr;
-
-/// Maximum line length, in terminal columns.
-const MAX_WIDTH: usize = 100;
 
 const BAR_WIDTH: usize = 26;
 
@@ -81,19 +80,8 @@ fn to_edge(line: &str) -> String {
     cut(line.trim_end(), MAX_WIDTH)
 }
 
-/// Rows of cells, the first row being the head. The first column is aligned to the left, the others to the right.
 fn table(rows: &[Vec<String>]) -> Vec<String> {
-    let n_columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.width()).max();
-    let widths: Vec<usize> = (0..n_columns).map(|column| width(column).unwrap_or(0)).collect();
-    let line = |row: &Vec<String>| {
-        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| match column {
-            0 => left(cell, *width),
-            _ => right(cell, *width),
-        });
-        to_edge(&cells.collect::<Vec<_>>().join("  "))
-    };
-    rows.iter().map(line).collect()
+    aligned(rows, &[0])
 }
 
 fn cells(texts: &[&str]) -> Vec<String> {
@@ -163,9 +151,9 @@ fn change_lines(change: &Change) -> Vec<String> {
     let width = rows.iter().map(|row| row[1].width()).max().unwrap_or(0);
     let head = ["mean change", "95% interval", "episodes"].map(str::to_owned);
     // Padded to one width, so that the means are aligned.
-    let aligned =
+    let padded =
         std::iter::once(&head).chain(&rows).map(|[label, found, n]| vec![label.clone(), left(found, width), n.clone()]);
-    let mut lines = table(&aligned.collect::<Vec<_>>());
+    let mut lines = table(&padded.collect::<Vec<_>>());
     lines.push(format!("episodes changed: {}; queries: {}", change.n_changed, change.n_queries));
     lines
 }

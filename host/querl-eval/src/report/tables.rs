@@ -34,6 +34,13 @@ impl Cell {
         Self { mean, interval: format!("[{low}, {high}]") }
     }
 
+    /// A star marks an interval that excludes 0.
+    fn difference(metric: Metric, found: Difference) -> Self {
+        let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format_signed(value));
+        let mark = if found.excludes_zero() { "*" } else { "" };
+        Self { mean: format!("{mean}{mark}"), interval: format!("[{low}, {high}]") }
+    }
+
     fn count(n: usize) -> Self {
         Self { mean: n.to_string(), interval: String::new() }
     }
@@ -85,12 +92,11 @@ pub(super) fn components(evaluation: &Evaluation) -> SystemsTable {
 }
 
 pub(super) fn styles(evaluation: &Evaluation) -> SystemsTable {
-    let systems = evaluation.systems_in_order();
     let Some(style) = &evaluation.style else { return SystemsTable { heads: Vec::new(), rows: Vec::new() } };
     let row = |label: String, explanation: &str, cell: &dyn Fn(&str) -> Option<Cell>| SystemsRow {
         label,
         explanation: explanation.to_owned(),
-        cells: systems.iter().map(|(system, _)| cell(system)).collect(),
+        cells: cells(evaluation, cell),
     };
     let mut rows = Vec::new();
     for (model, styles) in style.models() {
@@ -112,26 +118,18 @@ pub(super) fn styles(evaluation: &Evaluation) -> SystemsTable {
 }
 
 pub(super) fn style_shifts(evaluation: &Evaluation) -> SystemsTable {
-    let pairs: Vec<(&str, &str)> = evaluation.pairs_in_order().map(|(first, second, _)| (first, second)).collect();
     let models = evaluation.style.iter().flat_map(|style| style.models());
     let rows = models.flat_map(|(model, styles)| {
-        let cell = |(first, second): &(&str, &str), class: &str| {
-            let found = (*styles.shifts.get(&format!("{first}-{second}"))?.get(class)?)?;
-            let [mean, low, high] =
-                [found.mean, found.low, found.high].map(|value| Metric::Reward.format_signed(value));
-            let mark = if found.excludes_zero() { "*" } else { "" };
-            Some(Cell { mean: format!("{mean}{mark}"), interval: format!("[{low}, {high}]") })
-        };
+        let cell =
+            |pair: &str, class: &str| Some(Cell::difference(Metric::Reward, (*styles.shifts.get(pair)?.get(class)?)?));
         let row = |class: &str| SystemsRow {
             label: format!("{class}{model}"),
             explanation: String::new(),
-            cells: pairs.iter().map(|pair| cell(pair, class)).collect(),
+            cells: pair_cells(evaluation, |pair| cell(pair, class)),
         };
         styles.classes().into_iter().map(row).collect::<Vec<_>>()
     });
-    let rows = rows.collect();
-    let head = |(first, second): &(&str, &str)| format!("{} − {}", system_title(first), system_title(second));
-    SystemsTable { heads: pairs.iter().map(head).collect(), rows }
+    SystemsTable { heads: pair_heads(evaluation), rows: rows.collect() }
 }
 
 /// Top-1 accuracy and MRR on the second retriever; no rows if the run has none.
@@ -146,27 +144,24 @@ pub(super) fn second(evaluation: &Evaluation) -> SystemsTable {
     SystemsTable { heads: heads(evaluation), rows: rows.collect() }
 }
 
-/// Paired differences: one row per metric, one column per pair of systems. A star marks an interval that excludes 0.
+/// Paired differences: one row per metric, one column per pair of systems.
 pub(super) fn differences(
     evaluation: &Evaluation,
     pairs: Option<&BTreeMap<String, BTreeMap<Metric, Option<Difference>>>>,
     metrics: &[Metric],
 ) -> SystemsTable {
-    let names: Vec<(&str, &str)> = evaluation.pairs_in_order().map(|(first, second, _)| (first, second)).collect();
-    let cell = |(first, second): &(&str, &str), metric: Metric| {
-        let found = (*pairs?.get(&format!("{first}-{second}"))?.get(&metric)?)?;
-        let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format_signed(value));
-        let mark = if found.excludes_zero() { "*" } else { "" };
-        Some(Cell { mean: format!("{mean}{mark}"), interval: format!("[{low}, {high}] of {}", found.n) })
+    let cell = |pair: &str, metric: Metric| {
+        let found = (*pairs?.get(pair)?.get(&metric)?)?;
+        let Cell { mean, interval } = Cell::difference(metric, found);
+        Some(Cell { mean, interval: format!("{interval} of {}", found.n) })
     };
     let rows = metrics.iter().map(|metric| SystemsRow {
         label: metric.label().to_owned(),
         explanation: String::new(),
-        cells: names.iter().map(|pair| cell(pair, *metric)).collect(),
+        cells: pair_cells(evaluation, |pair| cell(pair, *metric)),
     });
     let rows = rows.filter(|row| row.cells.iter().any(Option::is_some)).collect();
-    let head = |(first, second): &(&str, &str)| format!("{} − {}", system_title(first), system_title(second));
-    SystemsTable { heads: names.iter().map(head).collect(), rows }
+    SystemsTable { heads: pair_heads(evaluation), rows }
 }
 
 /// Length and words of the rewrites; no rows if no system has an answer.
@@ -209,6 +204,16 @@ fn cells(evaluation: &Evaluation, cell: impl Fn(&str) -> Option<Cell>) -> Vec<Op
 
 fn heads(evaluation: &Evaluation) -> Vec<String> {
     evaluation.systems_in_order().into_iter().map(|(name, _)| system_title(name).to_owned()).collect()
+}
+
+/// A cell for each pair of systems, by its name.
+fn pair_cells(evaluation: &Evaluation, cell: impl Fn(&str) -> Option<Cell>) -> Vec<Option<Cell>> {
+    evaluation.pairs_in_order().map(|(first, second, _)| cell(&format!("{first}-{second}"))).collect()
+}
+
+fn pair_heads(evaluation: &Evaluation) -> Vec<String> {
+    let head = |first: &str, second: &str| format!("{} − {}", system_title(first), system_title(second));
+    evaluation.pairs_in_order().map(|(first, second, _)| head(first, second)).collect()
 }
 
 #[derive(Debug, Serialize)]

@@ -1,10 +1,11 @@
-//! Synthetic records from a seeded generator, with the shape of real ones.
+//! Synthetic records from a seeded generator, with the shape of real ones, and the facts of their run.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use querl_core::records::{
     CallFailure, Candidate, EvalRecord, FailureKind, FinishReason, Hit, Judgement, QueryRow, Rejection, Reward,
     RewardComponent, SystemAnswer,
 };
+use querl_eval::{RunFacts, ServiceName};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
@@ -22,6 +23,19 @@ const QUERIES: [(&str, &str, &str, &str); 6] = [
     ),
     ("小孩挑食能吃点啥", "宝妈，孩子5岁", "", "5岁儿童挑食适合服用哪些锌或益生菌产品"),
 ];
+
+/// The facts of a run with a recorded teacher and the rubric as judge.
+pub(crate) fn facts() -> RunFacts {
+    RunFacts {
+        tenant: "fivedoctors".to_owned(),
+        model: "tiny-qwen3".to_owned(),
+        teacher: ServiceName::from_port_name("recorded (stand-in)"),
+        judge: Some(ServiceName::from_port_name("rubric (stand-in)")),
+        retrieval: ServiceName::from_port_name("embedded"),
+        plugins: vec!["reward reward-competition 0.1.0, weight 1".to_owned()],
+        plugin_notes: Vec::new(),
+    }
+}
 
 /// The query of row `row`; two adjacent rows form a group.
 pub(crate) fn query(row: usize) -> QueryRow {

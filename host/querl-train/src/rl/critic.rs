@@ -121,14 +121,15 @@ impl Critic {
         examples: &[&Example],
         inputs: Option<&Tensor>,
     ) -> Result<Vec<f32>, TrainError> {
-        let hidden = match &self.base {
+        let values = match &self.base {
             Base::Adapter(adapter) => {
                 let frozen = adapter.without_gradient();
-                Policy { decoder, adapter: Some(&frozen) }.response_hidden(examples, TrainingPass::default())?
+                let policy = Policy { decoder, adapter: Some(&frozen) };
+                self.head.forward(&policy.response_hidden(examples, TrainingPass::default())?)?.squeeze(1)?
             }
-            Base::Reference(_) => return Ok(self.values(decoder, examples, inputs, None)?.detach().to_vec1()?),
+            Base::Reference(_) => self.values(decoder, examples, inputs, None)?,
         };
-        Ok(self.head.forward(&hidden)?.squeeze(1)?.detach().to_vec1()?)
+        Ok(values.detach().to_vec1()?)
     }
 
     /// One optimizer step with the gradients of all ranks. Returns the gradient norm before clipping.
@@ -163,10 +164,9 @@ impl Critic {
         state.restore_vars("critic", &self.vars)?;
         self.optimizer.restore("critic_optimizer", state, &self.vars)?;
         if let Base::Reference(normalizers) = &mut self.base {
-            let normalizer = |name| Ok(InputNormalizer::from_tensors(&state.tensors(name)?));
-            let (first, current): (Result<_, TrainError>, Result<_, TrainError>) =
-                (normalizer("critic_inputs.first"), normalizer("critic_inputs.current"));
-            *normalizers = first?.zip(current?).map(|(first, current)| Normalizers { first, current });
+            let first = InputNormalizer::from_tensors(&state.tensors("critic_inputs.first")?);
+            let current = InputNormalizer::from_tensors(&state.tensors("critic_inputs.current")?);
+            *normalizers = first.zip(current).map(|(first, current)| Normalizers { first, current });
         }
         Ok(())
     }

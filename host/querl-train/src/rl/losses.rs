@@ -109,13 +109,6 @@ impl Aggregation {
     }
 }
 
-/// Sum of values times weights. Positions of weight 0 are skipped, whatever they hold.
-pub fn weighted_sum(values: &[Vec<f32>], weights: &[Vec<f32>]) -> f32 {
-    let pairs = values.iter().zip(weights).flat_map(|(values, weights)| values.iter().zip(weights));
-    pairs.filter(|(_, weight)| **weight != 0.0).map(|(x, weight)| f64::from(*x) * f64::from(*weight)).sum::<f64>()
-        as f32
-}
-
 /// Bounds for clipping the probability ratio.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PolicyClip {
@@ -585,12 +578,6 @@ mod tests {
             let parts: Rows = mask.chunks(2).flat_map(|part| aggregation.weights(part, StepSize::of(&mask))).collect();
             assert_eq!(whole, parts);
         }
-    }
-
-    #[test]
-    fn masked_values_do_not_leak_into_a_weighted_sum() {
-        let weights = Aggregation::SequenceMean.weights(&[vec![true, false]], StepSize { n_tokens: 1, n_responses: 1 });
-        assert_eq!(weighted_sum(&[vec![2.0, f32::NAN]], &weights), 2.0);
     }
 
     const CLIP: PolicyClip = PolicyClip { clip_range: 0.2, clip_range_high: 0.2, dual_clip: None };

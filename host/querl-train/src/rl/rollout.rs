@@ -293,7 +293,7 @@ fn drops<'a>(records: impl Iterator<Item = &'a EpisodeRecord>) -> BTreeMap<Strin
     codes
 }
 
-fn add_drops(sums: &mut BTreeMap<String, u64>, drops: &BTreeMap<String, u64>) {
+pub(super) fn add_drops(sums: &mut BTreeMap<String, u64>, drops: &BTreeMap<String, u64>) {
     for (code, n) in drops {
         *sums.entry(code.clone()).or_default() += n;
     }

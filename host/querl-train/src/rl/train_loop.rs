@@ -10,7 +10,7 @@ use super::generator::Generator;
 use super::health::ValidationProgress;
 use super::learner::Learner;
 use super::metrics::{rollout_metrics, step_metrics};
-use super::rollout::{PartialBatch, Query, RolloutBatch, learnable, queries};
+use super::rollout::{PartialBatch, Query, RolloutBatch, add_drops, learnable, queries};
 use super::rollout_check::{check_rollout, check_server_rollout};
 use super::rollout_pipeline::{self, RolloutRequest};
 use super::trainer_state::{BeforeUpdates, BestCheckpoint, Evaluation, LogPositions, TrainerState, rewind_episodes};
@@ -270,9 +270,7 @@ impl<'a> Trainer<'a> {
         self.before_updates = None;
         self.state.step = step;
         self.state.n_episodes += batch.n_episodes as u64;
-        for (code, n) in &batch.dropped {
-            *self.state.dropped.entry(code.clone()).or_default() += n;
-        }
+        add_drops(&mut self.state.dropped, &batch.dropped);
         metrics.extend(rollout_metrics(batch));
         Ok(metrics)
     }

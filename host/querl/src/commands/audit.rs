@@ -121,8 +121,9 @@ fn audit_passage(passage: Passage) -> AuditPassage {
     AuditPassage { id, text: format!("{title}\n{text}") }
 }
 
-/// Lines of `metrics.jsonl`; empty for a missing file. Lines that are not valid JSON are skipped, because the last one may be incomplete.
-fn read_metrics(path: &Path) -> anyhow::Result<Vec<Value>> {
+/// Lines of `metrics.jsonl`; empty for a missing file. Lines that are not valid JSON are skipped, because the last one may be incomplete,
+/// even within a character.
+pub(super) fn read_metrics(path: &Path) -> anyhow::Result<Vec<Value>> {
     match std::fs::read(path) {
         Ok(bytes) => {
             let lines = String::from_utf8_lossy(&bytes).into_owned();

@@ -48,13 +48,11 @@ fn cores() -> Finding {
 
 fn cargo() -> Finding {
     match first_line("cargo", &["--version"]) {
-        Some(version) => Finding { name: "cargo", ok: true, sentence: format!("{version} builds plugins from source") },
-        None => Finding {
-            name: "cargo",
-            ok: false,
-            sentence: "cargo is not installed: plugins given as source folders cannot be built, .wasm files work"
-                .into(),
-        },
+        Some(version) => finding("cargo", true, format!("{version} builds plugins from source")),
+        None => {
+            let missing = "cargo is not installed: plugins given as source folders cannot be built, .wasm files work";
+            finding("cargo", false, missing.into())
+        }
     }
 }
 

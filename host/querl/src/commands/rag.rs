@@ -270,10 +270,9 @@ mod tests {
     #[test]
     fn nothing_that_a_service_sends_steers_the_terminal() {
         let evil = "\u{1b}[2J\u{202e}x\r";
-        let hit = |id: &str, text: &str| Hit { retrieval_score: None, ..hit(id, text, 0.5) };
         let failure = CallFailure { kind: querl_core::records::FailureKind::ServerError, message: evil.into() };
         let asked = |answer| QueryResult { query: evil.into(), latency_ms: 1.0, gold_ids: Vec::new(), answer };
-        let queries = vec![asked(Ok(vec![hit(evil, evil)])), asked(Err(failure))];
+        let queries = vec![asked(Ok(vec![hit(evil, evil, 0.5)])), asked(Err(failure))];
         let said = text(&Report { retrieval: "embedded".into(), queries, findings: Vec::new() });
         assert!(said.chars().all(|c| c == '\n' || !querl_core::text::disturbs(c)), "{said:?}");
     }

@@ -41,7 +41,7 @@ pub struct CheckArgs {
     #[arg(long, value_name = "METRIC", default_value = "top1", value_parser = one_of(Metric::COMPARED.map(|metric| (metric.name(), metric, ""))))]
     metric: Metric,
     /// The largest loss that is accepted, in units of the metric: 0.01 of top1 is one query of a hundred. At most a tenth of its scale
-    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = margin)]
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = not_negative)]
     margin: f64,
     #[command(flatten)]
     format: Format,
@@ -129,13 +129,13 @@ pub struct FollowArgs {
     #[arg(long, visible_alias = "candidate-min-requests", conflicts_with = "runs", value_name = "N", default_value_t = LIMITS.min_requests as u32, value_parser = clap::value_parser!(u32).range(1..=1000))]
     candidate_min_requests: u32,
     /// End a candidate whose share of failures of model or plugin is larger than the current model's by more than this
-    #[arg(long, visible_alias = "candidate-max-errors", conflicts_with = "runs", value_name = "SHARE", default_value_t = LIMITS.max_errors, value_parser = limit)]
+    #[arg(long, visible_alias = "candidate-max-errors", conflicts_with = "runs", value_name = "SHARE", default_value_t = LIMITS.max_errors, value_parser = not_negative)]
     candidate_max_errors: f64,
     /// End a candidate whose share of fallbacks is larger than the current model's by more than this
-    #[arg(long, visible_alias = "candidate-max-fallbacks", conflicts_with = "runs", value_name = "SHARE", default_value_t = LIMITS.max_fallbacks, value_parser = limit)]
+    #[arg(long, visible_alias = "candidate-max-fallbacks", conflicts_with = "runs", value_name = "SHARE", default_value_t = LIMITS.max_fallbacks, value_parser = not_negative)]
     candidate_max_fallbacks: f64,
     /// End a candidate whose 95% quantile of the latency is more than this times the current model's, and 50 ms longer
-    #[arg(long, visible_alias = "candidate-max-latency", conflicts_with = "runs", value_name = "FACTOR", default_value_t = LIMITS.max_latency_ratio, value_parser = limit)]
+    #[arg(long, visible_alias = "candidate-max-latency", conflicts_with = "runs", value_name = "FACTOR", default_value_t = LIMITS.max_latency_ratio, value_parser = not_negative)]
     candidate_max_latency: f64,
 }
 
@@ -162,12 +162,8 @@ fn share(text: &str) -> Result<f64, String> {
     number(text, expected, |share| share > 0.0 && share < 1.0)
 }
 
-fn margin(text: &str) -> Result<f64, String> {
-    number(text, "a number of 0 or more", |margin| margin >= 0.0)
-}
-
-fn limit(text: &str) -> Result<f64, String> {
-    number(text, "a number of 0 or more", |limit| limit >= 0.0)
+fn not_negative(text: &str) -> Result<f64, String> {
+    number(text, "a number of 0 or more", |value| value >= 0.0)
 }
 
 fn reason(text: &str) -> Result<String, String> {

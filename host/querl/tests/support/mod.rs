@@ -59,6 +59,12 @@ impl Project {
         self
     }
 
+    pub fn add_fallback_teacher(&self, url: &str) {
+        let section =
+            format!("[fallback_teacher]\nbase_url = \"{url}/v1\"\nmodel = \"spare\"\napi_key_env = \"\"\n[judge]");
+        self.edit("[judge]", &section);
+    }
+
     /// Runs the binary in the project's folder.
     pub fn querl(&self, args: &[&str]) -> CommandOutput {
         CommandOutput::of(self.command(args).output().unwrap(), self.folder.path())
@@ -134,6 +140,18 @@ impl CommandOutput {
         assert_eq!(self.code, Some(0), "{self:#?}");
         self
     }
+
+    /// Asserts an exit code of 2 and that stderr contains `expected`.
+    pub fn refused(self, expected: &str) -> Self {
+        assert!(self.code == Some(2) && self.stderr.contains(expected), "no {expected:?}: {self:#?}");
+        self
+    }
+}
+
+/// Arguments, with `--set` before each of `sets`.
+pub fn with_sets<'a>(args: &[&'a str], sets: &[&'a str]) -> Vec<&'a str> {
+    let sets = sets.iter().flat_map(|set| ["--set", *set]);
+    args.iter().copied().chain(sets).collect()
 }
 
 /// The `querl.toml` of this folder, which tests/attack also uses, with its paths replaced.

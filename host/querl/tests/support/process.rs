@@ -8,6 +8,11 @@ pub fn signal(child: &Child, signal: &str) {
     assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
 }
 
+pub fn kill(mut child: Child) {
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
 /// Waits for an interrupted process and asserts exit code 130. Returns its stderr.
 pub fn interrupted(child: Child) -> String {
     let output = child.wait_with_output().unwrap();

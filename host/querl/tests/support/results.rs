@@ -3,7 +3,7 @@
 use super::Project;
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,18 @@ pub fn copy(from: &Path, to: &Path) {
             std::fs::copy(&path, &to).unwrap();
         }
     }
+}
+
+pub fn files_below(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { files_below(&path) } else { vec![path] }).collect()
+}
+
+/// Inverts a bit in the last byte of a file.
+pub fn damage(file: &Path) {
+    let mut bytes = std::fs::read(file).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(file, bytes).unwrap();
 }
 
 /// A project with finished data stages.
@@ -56,16 +68,11 @@ pub fn sft_results(project: &Project) -> BTreeMap<String, Vec<u8>> {
 }
 
 fn collect(root: &Path, name: &str, found: &mut BTreeMap<String, Vec<u8>>) {
-    for entry in std::fs::read_dir(root.join(name)).unwrap().flatten() {
-        let name = format!("{name}/{}", entry.file_name().to_str().unwrap());
+    for path in files_below(&root.join(name)) {
+        let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
         // Event files for watching a run; their records contain times.
-        if name.contains("tensorboard") {
-            continue;
-        }
-        if entry.path().is_dir() {
-            collect(root, &name, found);
-        } else {
-            found.insert(name, std::fs::read(entry.path()).unwrap());
+        if !name.contains("tensorboard") {
+            found.insert(name, std::fs::read(path).unwrap());
         }
     }
 }

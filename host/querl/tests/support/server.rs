@@ -61,6 +61,16 @@ impl Server {
     }
 }
 
+/// Waits until `is_done`, at most for half a minute.
+pub async fn until(is_done: impl AsyncFn() -> bool) {
+    for _ in 0..600 {
+        if is_done().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
 impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.process.kill();

@@ -2,6 +2,7 @@
 
 use super::Project;
 use super::results::copy;
+use serde_json::{Value, json};
 use std::sync::LazyLock;
 
 /// The runs `run` and `other`; the first was evaluated with beam search.
@@ -22,4 +23,20 @@ pub fn project() -> Project {
         copy(&RUNS.path(folder), &project.path(folder));
     }
     project
+}
+
+/// Requests with the queries of an evaluation, and the expected rewrites; empty if a response had none.
+pub fn evaluated(folder: &str, tenant: &str) -> Vec<(Value, String, String)> {
+    let records = RUNS.rows(&format!("{folder}/eval/records.jsonl"));
+    let of_rl = records.into_iter().filter(|record| record["system"] == "rl");
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let found = of_rl.map(|record| {
+        let query = &record["query"];
+        let request = json!({
+            "tenant": tenant, "query": query["original_query"], "user_profile": query["user_profile"],
+            "history": query["history_summary"], "deadline_ms": 60_000,
+        });
+        (request, text(&query["original_query"]), text(&record["outcome"]["Ok"]["candidate"]["rewrite"]))
+    });
+    found.collect()
 }

@@ -55,14 +55,6 @@ fn before_any_update_policy_and_reference_are_equal() {
     assert!(recorder.get(2, "rollout_probs_diff") < 1e-5);
 }
 
-#[test]
-fn one_epoch_without_movement_clips_nothing() {
-    let config = RlConfig { ppo_epochs: 1, max_steps: 1, ..config() };
-    let (_, recorder, _) = run(&Model::new(), &config, false);
-    assert_eq!(recorder.get(1, "actor/pg_clipfrac"), 0.0);
-    assert!(recorder.get(1, "actor/ppo_kl").abs() < 1e-6);
-}
-
 /// Dropout applies to fine-tuning only: rollout, reference and updates of an adapter that was trained with dropout do not use it.
 #[test]
 fn rollout_reference_and_update_agree_at_any_temperature_and_without_dropout() {

@@ -1,6 +1,7 @@
 //! `querl model pretrain`: pretrains a small model for one domain on a corpus: trains a tokenizer, initialises random weights, trains.
 
 use crate::args::usage;
+use crate::new_folder::move_to;
 use crate::terminal::{self, StageProgress};
 use anyhow::{Context, anyhow};
 use querl_core::config::SftConfig;
@@ -135,7 +136,7 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     })?;
     // No interrupt between the files: an earlier model must not be replaced in part.
     let _at_safe_points = interrupt::at_safe_points();
-    move_files(&new, &output).with_context(|| format!("{}: cannot be written", output.display()))?;
+    move_to(&new, &output).with_context(|| format!("{}: cannot be written", output.display()))?;
     std::fs::remove_dir_all(&work).with_context(|| format!("{}: cannot be removed", work.display()))?;
     terminal::print(&format!("written to {}", output.display()));
     if let Some(note) = unfinished(&summary, &config.train, path) {
@@ -266,14 +267,6 @@ fn check(config: &PretrainConfig) -> Result<(), String> {
     }
     if !(0.0..=0.5).contains(&config.val_share) {
         return Err(format!("val_share is {}; expected 0.0 to 0.5", config.val_share));
-    }
-    Ok(())
-}
-
-fn move_files(from: &Path, to: &Path) -> std::io::Result<()> {
-    for entry in std::fs::read_dir(from)? {
-        let entry = entry?;
-        std::fs::rename(entry.path(), to.join(entry.file_name()))?;
     }
     Ok(())
 }

@@ -13,6 +13,7 @@ use querl_core::records::{Dialogue, Episode, Sample};
 use querl_pipeline::host_functions::{RecordedCalls, RunHostFunctions};
 use querl_pipeline::plugins::host_options;
 use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings};
+use serde::Serialize;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -228,7 +229,7 @@ const TIME_MARGIN: f64 = 5.0;
 const LEAST_TIMEOUT_MS: u64 = 500;
 const MEMORY_STEP: usize = 1 << 20;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Suggestion {
     fuel_per_call: u64,
     fuel_per_item: u64,
@@ -374,16 +375,11 @@ fn report_json(bench: &Bench, results: &[Measured], suggestion: &Suggestion) -> 
         "compile_ms": millis(bench.compile),
         "cold_start_ms": millis(bench.load),
         "results": results.iter().map(result).collect::<Vec<_>>(),
-        "limits": {
-            "fuel_per_call": suggestion.fuel_per_call,
-            "fuel_per_item": suggestion.fuel_per_item,
-            "timeout_ms": suggestion.timeout_ms,
-            "memory_bytes": suggestion.memory_bytes,
-        },
+        "limits": suggestion,
     })
 }
 
-fn millis(duration: std::time::Duration) -> f64 {
+fn millis(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 

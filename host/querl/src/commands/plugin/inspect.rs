@@ -2,7 +2,7 @@
 
 use crate::args::Format;
 use clap::Args;
-use querl_bundle::{Bundle, Manifest, RequestedLimits, SettingSpec};
+use querl_bundle::{Bundle, Manifest, SettingSpec};
 use querl_core::config::PluginLimits;
 use querl_core::ports::{InputUse, RewardRange};
 use querl_core::text::printable;
@@ -68,20 +68,6 @@ fn nothing(path: &Path, error: PluginError) -> anyhow::Error {
         true => error.into(),
         false => Stop::usage(format!("{}: there is no such file or folder", path.display())).into(),
     }
-}
-
-/// Limits that a manifest requests, by key.
-fn requested_limits(limits: &RequestedLimits) -> Vec<(&'static str, u64)> {
-    let keys = [
-        ("fuel_per_call", limits.fuel_per_call),
-        ("fuel_per_item", limits.fuel_per_item),
-        ("timeout_ms", limits.timeout_ms),
-        ("memory_bytes", limits.memory_bytes.map(|bytes| bytes as u64)),
-        ("output_bytes", limits.output_bytes.map(|bytes| bytes as u64)),
-        ("log_bytes", limits.log_bytes.map(|bytes| bytes as u64)),
-        ("host_calls_per_item", limits.host_calls_per_item),
-    ];
-    keys.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
 }
 
 /// Text for a terminal: one fact per line, lists indented below their title.
@@ -180,7 +166,7 @@ fn setting_lines(settings: &BTreeMap<String, SettingSpec>) -> Vec<String> {
 }
 
 fn limit_lines(manifest: &Manifest) -> Vec<String> {
-    let items = requested_limits(&manifest.limits).into_iter().map(|(key, value)| format!("{key} = {value}"));
+    let items = manifest.limits.by_key().map(|(key, value)| format!("{key} = {value}"));
     listed("asks for these limits", items.collect())
 }
 
@@ -216,27 +202,12 @@ fn to_json(found: &Inspected) -> Value {
         "bundle": found.bundle.as_ref().map(Bundle::digest),
         "signers": signers.map(|signature| signature.key().to_string()).collect::<Vec<_>>(),
         "refused": found.plugin.as_ref().err(),
-        "settings": found.settings().map(settings_json).unwrap_or_else(|| json!({})),
+        "settings": found.settings().map_or_else(|| json!({}), |settings| json!(settings)),
         "inputs": description.into_iter().flat_map(|description| description.inputs.used()).map(|(name, used)| (name, used == InputUse::Required)).collect::<BTreeMap<_, _>>(),
         "host_functions": plugin.into_iter().flat_map(Plugin::host_functions).map(|interface| interface.name()).collect::<Vec<_>>(),
-        "limits": manifest.map(|manifest| requested_limits(&manifest.limits)).into_iter().flatten().collect::<BTreeMap<_, _>>(),
+        "limits": manifest.into_iter().flat_map(|manifest| manifest.limits.by_key()).collect::<BTreeMap<_, _>>(),
         "imports": plugin.map(Plugin::imports).unwrap_or_default(),
         "exports": plugin.map(Plugin::exports).unwrap_or_default(),
         "files": files.map(|(name, content)| (name.to_owned(), json!(content.len()))).collect::<serde_json::Map<_, _>>(),
     })
-}
-
-fn settings_json(settings: &BTreeMap<String, SettingSpec>) -> Value {
-    let setting = |(key, spec): (&String, &SettingSpec)| {
-        let value = json!({
-            "type": spec.kind.name(),
-            "default": spec.default,
-            "minimum": spec.minimum,
-            "maximum": spec.maximum,
-            "choices": spec.choices,
-            "doc": spec.doc,
-        });
-        (key.clone(), value)
-    };
-    Value::Object(settings.iter().map(setting).collect())
 }

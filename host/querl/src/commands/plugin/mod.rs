@@ -205,20 +205,9 @@ fn cells(used: &Used) -> [String; 5] {
 }
 
 fn as_json(used: &Used) -> Value {
-    let entry = &used.entry;
-    json!({
-        "role": entry.role,
-        "id": entry.id,
-        "version": entry.version.to_string(),
-        "label": used.label,
-        "weight": used.weight,
-        "source": entry.source.name(),
-        "path": entry.path,
-        "sha256": entry.sha256,
-        "bundle": entry.bundle,
-        "manifest": entry.manifest,
-        "signed_by": entry.signed_by,
-    })
+    let mut value = json!(used.entry);
+    (value["label"], value["weight"]) = (json!(used.label), json!(used.weight));
+    value
 }
 
 /// Arguments that the plugin host passes to the process that compiles a component.

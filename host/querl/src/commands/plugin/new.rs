@@ -52,11 +52,11 @@ pub fn run(args: &NewArgs) -> anyhow::Result<()> {
     check_name(&args.name, language).map_err(Stop::usage)?;
     let folder = args.dir.join(&args.name);
     check_free(&folder).map_err(Stop::usage)?;
-    for file in files_of(&args.name, kind, language) {
-        let path = folder.join(&file.name);
+    for (name, bytes) in files_of(&args.name, kind, language) {
+        let path = folder.join(name);
         let parent = path.parent().unwrap_or(&folder);
         std::fs::create_dir_all(parent)
-            .and_then(|()| std::fs::write(&path, file.bytes))
+            .and_then(|()| std::fs::write(&path, bytes))
             .map_err(|error| Stop::usage(format!("{}: cannot be written: {}", path.display(), io_problem(&error))))?;
     }
     let mut stdout = std::io::stdout().lock();
@@ -119,13 +119,8 @@ const RESERVED_IN_RUST: &str = "abstract alloc as async await become box break c
     final fn for gen if impl in let loop macro match mod move mut proc-macro pub ref return self static std \
     struct super test trait try";
 
-struct NewFile {
-    name: String,
-    bytes: Cow<'static, [u8]>,
-}
-
-/// The files of a new folder. A language's templates are in `templates/common` and `templates/KIND`; their placeholder is `{{name}}`.
-fn files_of(plugin: &str, kind: Kind, language: Language) -> Vec<NewFile> {
+/// Names and contents of the files of a new folder. A language's templates are in `templates/common` and `templates/KIND`; their placeholder is `{{name}}`.
+fn files_of(plugin: &str, kind: Kind, language: Language) -> BTreeMap<String, Cow<'static, [u8]>> {
     let mut files: BTreeMap<String, Cow<'static, [u8]>> = BTreeMap::new();
     files.insert("LICENSE".into(), embedded("LICENSE"));
     files.insert(".gitignore".into(), gitignore(language).as_bytes().into());
@@ -141,7 +136,7 @@ fn files_of(plugin: &str, kind: Kind, language: Language) -> Vec<NewFile> {
             files.insert(format!("vendor/{to}/{name}"), bytes.into());
         }
     }
-    files.into_iter().map(|(name, bytes)| NewFile { name, bytes }).collect()
+    files
 }
 
 /// Name of a language for messages.
@@ -193,7 +188,7 @@ mod tests {
 
     fn files(name: &str, kind: Kind, language: Language) -> Vec<(String, String)> {
         let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
-        files_of(name, kind, language).into_iter().map(|file| (file.name, text(&file.bytes))).collect()
+        files_of(name, kind, language).into_iter().map(|(name, bytes)| (name, text(&bytes))).collect()
     }
 
     fn each_template() -> impl Iterator<Item = (Kind, Language)> {

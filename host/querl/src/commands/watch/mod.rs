@@ -2,6 +2,7 @@
 
 mod view;
 
+use super::audit::read_metrics;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Config, load_resolved};
@@ -196,13 +197,7 @@ impl Snapshot {
 
 impl Training {
     fn read(dir: &RunDir, config: Option<&Config>) -> anyhow::Result<Option<Self>> {
-        let bytes = match std::fs::read(dir.metrics()) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            bytes => bytes.with_context(|| format!("{}: cannot be read", dir.metrics().display()))?,
-        };
-        // The last line may be incomplete, even within a character.
-        let lines: Vec<Value> =
-            String::from_utf8_lossy(&bytes).lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        let lines = read_metrics(&dir.metrics())?;
         let Some(stage) = lines.last().and_then(|line| line["stage"].as_str()) else { return Ok(None) };
         let mut training =
             Self { stage: stage.to_owned(), step: 0, n_steps: None, series: BTreeMap::new(), warnings: Vec::new() };
