@@ -576,6 +576,20 @@ mod tests {
         }
     }
 
+    /// The kits of all languages read the same table.
+    #[test]
+    fn results_and_failures_have_the_forms_of_all_kits() {
+        for line in include_str!("../../../sdk/testdata/golden.jsonl").lines() {
+            let vector: Value = serde_json::from_str(line).unwrap();
+            let error = one(&vector["case"].to_string()).err();
+            match (vector["error"].as_str(), &error) {
+                (None, None) => {}
+                (Some(expected), Some(error)) if error.contains(expected) => {}
+                _ => panic!("{line}: {error:?}"),
+            }
+        }
+    }
+
     #[test]
     fn a_bad_line_does_not_hide_the_others() {
         let good = r#"{"name": "a", "parse_rewrite": "a", "expect": {"rewrite": "a"}}"#;
