@@ -494,7 +494,6 @@ mod tests {
     use super::*;
     use querl_core::records::{FailureKind, HostCallError, HostRequest, HostResponse};
     use querl_sdk::testing::golden_case::ExpectedVerdict;
-    use std::collections::BTreeMap;
 
     fn one(line: &str) -> Result<GoldenCase<HostTypes>, String> {
         parse(&line.replace('\n', " "), "golden/x.jsonl").remove(0).1
