@@ -75,10 +75,15 @@ pub struct LockChange {
     pub role: String,
     /// The plugin's id.
     pub id: String,
-    /// [`LockEntry::title`] of the plugin before the change; `nothing` for an added plugin.
+    /// [`LockEntry::title`] of the plugin before the change; [`LockChange::NOTHING`] for an added plugin.
     pub from: String,
-    /// [`LockEntry::title`] of the plugin after the change; `nothing` for a removed plugin.
+    /// [`LockEntry::title`] of the plugin after the change; [`LockChange::NOTHING`] for a removed plugin.
     pub to: String,
+}
+
+impl LockChange {
+    /// What an added plugin replaces, and what replaces a removed one.
+    pub const NOTHING: &str = "nothing";
 }
 
 /// A difference between a lock file and the configured plugins.
@@ -265,7 +270,7 @@ impl LockEntry {
 impl Difference {
     /// The record of this difference, accepted at the time `at`.
     pub fn change(&self, at: &str) -> LockChange {
-        let nothing = || "nothing".to_owned();
+        let nothing = || LockChange::NOTHING.to_owned();
         let (entry, from, to) = match self {
             Self::Changed { locked, found } => (&**found, locked.title_next_to(found), found.title_next_to(locked)),
             Self::Added { found } => (found, nothing(), found.title()),

@@ -34,7 +34,7 @@
 use crate::section::{CheckResult, Section, Violation};
 use crate::shown;
 use crate::subject::{self, RecordedCalls, Subject};
-use querl_bundle::Bundle;
+use querl_bundle::{Bundle, Manifest, SettingSpec, check_settings};
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::ports::{HostFunctions, PluginFault, PromptInput, PromptTask, StyleModel};
 use querl_core::records::{
@@ -48,7 +48,7 @@ use querl_sdk::testing::golden_case::{
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -216,12 +216,26 @@ pub(crate) fn of_plugin(path: &Path, plugin: &Plugin) -> Vec<Case> {
     match files {
         Ok(files) => {
             let mut cases: Vec<Case> = files.iter().flat_map(|(name, text)| parse(text, name)).collect();
+            let of_manifest =
+                plugin.manifest().map(|manifest| &manifest.settings).filter(|declared| !declared.is_empty());
+            if let Some(declared) = of_manifest.or(plugin.description().settings.as_ref()) {
+                cases.iter_mut().for_each(|(_, case)| check_declared(declared, case));
+            }
             if plugin.description().settings.is_none() {
                 cases.iter_mut().for_each(|(_, case)| as_of_contract_0_1(case));
             }
             cases
         }
         Err((origin, message)) => vec![(origin, Err(message))],
+    }
+}
+
+/// Refuses a case with a setting that the plugin does not declare, or with a value that it does not take.
+fn check_declared(declared: &BTreeMap<String, SettingSpec>, case: &mut Result<GoldenCase<HostTypes>, String>) {
+    if let Ok(found) = case
+        && let Err(problem) = check_settings(declared, &found.settings)
+    {
+        *case = Err(format!("`{}`: {problem}", found.name));
     }
 }
 
@@ -241,14 +255,19 @@ pub struct GoldenEpisodes {
     pub n_left_out: usize,
 }
 
-/// The episodes of a reward's golden cases in a source folder, with their calls of host functions.
+/// The episodes of a reward's golden cases in a source folder, with their calls of host functions. Settings are compared with those of
+/// plugin.toml, if it has any.
 ///
 /// # Errors
 /// File and line of an invalid case, or a file that cannot be read.
-pub fn golden_episodes(folder: &Path, golden: &str) -> Result<GoldenEpisodes, String> {
-    let files = of_folder(folder, golden).map_err(|(origin, problem)| format!("{origin}: {problem}"))?;
+pub fn golden_episodes(folder: &Path, manifest: &Manifest) -> Result<GoldenEpisodes, String> {
+    let files =
+        of_folder(folder, &manifest.plugin.golden).map_err(|(origin, problem)| format!("{origin}: {problem}"))?;
     let (mut found, mut ids) = (GoldenEpisodes { episodes: Vec::new(), n_left_out: 0 }, BTreeSet::new());
-    for (origin, case) in files.iter().flat_map(|(name, text)| parse::<HostTypes>(text, name)) {
+    for (origin, mut case) in files.iter().flat_map(|(name, text)| parse::<HostTypes>(text, name)) {
+        if !manifest.settings.is_empty() {
+            check_declared(&manifest.settings, &mut case);
+        }
         let GoldenCase { settings, calls, body, .. } =
             case.map_err(|problem| format!("{}: {problem}", folder.join(origin).display()))?;
         let episodes = match body {
@@ -475,7 +494,6 @@ mod tests {
     use super::*;
     use querl_core::records::{FailureKind, HostCallError, HostRequest, HostResponse};
     use querl_sdk::testing::golden_case::ExpectedVerdict;
-    use std::collections::BTreeMap;
 
     fn one(line: &str) -> Result<GoldenCase<HostTypes>, String> {
         parse(&line.replace('\n', " "), "golden/x.jsonl").remove(0).1
@@ -573,6 +591,20 @@ mod tests {
             let (origin, case): Case = parse(&line.replace("EPISODE", episode), "golden/x.jsonl").remove(0);
             let error = case.err().unwrap();
             assert!(origin == "golden/x.jsonl:1" && error.contains(expected), "{origin}: {error}");
+        }
+    }
+
+    /// The kits of all languages read the same table.
+    #[test]
+    fn results_and_failures_have_the_forms_of_all_kits() {
+        for line in include_str!("../../../sdk/testdata/golden.jsonl").lines() {
+            let vector: Value = serde_json::from_str(line).unwrap();
+            let error = one(&vector["case"].to_string()).err();
+            match (vector["error"].as_str(), &error) {
+                (None, None) => {}
+                (Some(expected), Some(error)) if error.contains(expected) => {}
+                _ => panic!("{line}: {error:?}"),
+            }
         }
     }
 

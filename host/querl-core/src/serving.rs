@@ -2,7 +2,7 @@
 
 use crate::records::{Context, Message};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 named_enum! {
     /// Role of a tenant's model.
@@ -78,7 +78,7 @@ pub struct Generation {
     pub n_prompt_tokens: usize,
     /// Number of response tokens.
     pub n_tokens: usize,
-    /// Time in the queue.
+    /// Time from the arrival of the task to the start of prefill: waiting for a core, prompt plugin, tokenizer, the engine's queue.
     pub queued: Duration,
     /// Time from the end of queueing to the first token.
     pub prefill: Duration,
@@ -171,11 +171,17 @@ pub trait Rewriter: Send + Sync {
     }
 
     /// Queues a task for the model with the name and role of `tenant`. Calls the prompt plugin and the tokenizer, which takes time: do
-    /// not call it on a thread that serves other requests.
+    /// not call it on a thread that serves other requests. [`Generation::queued`] begins at `arrived_at`.
     ///
     /// # Errors
     /// Why the task was not queued.
-    fn submit(&self, tenant: &Tenant, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError>;
+    fn submit(
+        &self,
+        tenant: &Tenant,
+        task: GenerationTask,
+        arrived_at: Instant,
+        events: Box<dyn EventSink>,
+    ) -> Result<(), SubmitError>;
 
     /// Loads and checks the model of a run or a configuration, then serves it in place of the model of the same tenant and role, if
     /// there is one, whose requests in progress finish. Takes as long as loading a model.

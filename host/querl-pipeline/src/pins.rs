@@ -9,7 +9,7 @@ use crate::plugins::{FoundPlugin, Used, lock_source};
 use anyhow::Context;
 use chrono::{SecondsFormat, Utc};
 use querl_bundle::Manifest;
-use querl_bundle::lock::{self, LockEntry, LockFile, LockSource};
+use querl_bundle::lock::{self, LockChange, LockEntry, LockFile, LockSource};
 use querl_core::config::is_registry_reference;
 use querl_core::fsx::write_atomic;
 use querl_core::ports::Reporter;
@@ -234,13 +234,19 @@ fn settled(
         return Err(Stop::usage(format!("{}: {difference}", path.display())).into());
     }
     for difference in lock.accept(found, &now()) {
-        let change = difference.change("");
-        reporter.message(&format!(
-            "{} plugin {}: {} accepted in place of {}",
-            change.role, change.id, change.to, change.from
-        ));
+        reporter.message(&accepted(&difference.change("")));
     }
     Ok(lock)
+}
+
+/// A sentence about an accepted change.
+fn accepted(LockChange { role, id, from, to, .. }: &LockChange) -> String {
+    let what = match (from.as_str(), to.as_str()) {
+        (LockChange::NOTHING, to) => format!("{to} accepted; no plugin was pinned in its place"),
+        (from, LockChange::NOTHING) => format!("{from} is no longer pinned, since the configuration no longer has it"),
+        (from, to) => format!("{to} accepted in place of {from}"),
+    };
+    format!("{role} plugin {id}: {what}")
 }
 
 fn now() -> String {
@@ -367,6 +373,27 @@ mod tests {
         project.pin(&other, OnPluginChange::Accept).unwrap();
         let lock = project.lock("querl.lock").unwrap();
         assert_eq!((lock.changes.len(), lock.entries[0].bundle.as_deref()), (1, Some("b".repeat(64).as_str())));
+    }
+
+    /// Symptom: an added plugin was "accepted in place of nothing", and nothing in place of a removed one.
+    #[test]
+    fn accepted_changes_say_whether_a_plugin_was_changed_added_or_removed() {
+        for (from, to, expected) in [
+            ("0.0.9 (b)", "0.1.0 (a)", "reward plugin p: 0.1.0 (a) accepted in place of 0.0.9 (b)"),
+            (
+                LockChange::NOTHING,
+                "0.1.0 (a)",
+                "reward plugin p: 0.1.0 (a) accepted; no plugin was pinned in its place",
+            ),
+            (
+                "0.0.9 (b)",
+                LockChange::NOTHING,
+                "reward plugin p: 0.0.9 (b) is no longer pinned, since the configuration no longer has it",
+            ),
+        ] {
+            let [at, role, id, from, to] = ["", "reward", "p", from, to].map(str::to_owned);
+            assert_eq!(accepted(&LockChange { at, role, id, from, to }), expected);
+        }
     }
 
     /// Limits of a plugin decide which items are dropped, so a change of limits is a change of the plugin.

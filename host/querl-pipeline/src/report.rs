@@ -271,7 +271,12 @@ fn plugins(lock: &LockFile, config: &Config) -> Vec<String> {
 /// Accepted plugin changes: metrics before and after may come from different plugins.
 fn changes(lock: &LockFile) -> impl Iterator<Item = String> {
     lock.changes.iter().map(|LockChange { at, role, id, from, to }| {
-        format!("the {role} plugin {id} changed within this run: from {from} to {to}, accepted at {at}")
+        let what = match (from.as_str(), to.as_str()) {
+            (LockChange::NOTHING, to) => format!("was added within this run: {to}"),
+            (from, LockChange::NOTHING) => format!("was removed within this run: {from}"),
+            (from, to) => format!("changed within this run: from {from} to {to}"),
+        };
+        format!("the {role} plugin {id} {what}, accepted at {at}")
     })
 }
 
@@ -361,6 +366,23 @@ mod tests {
         let names = ["/a/small/model", "/a/Qwen3-0.6B", "/model", "/hub/models--Qwen--Qwen3-0.6B/snapshots/0123abcd"];
         let expected = ["small/model", "Qwen3-0.6B", "model", "Qwen/Qwen3-0.6B"];
         assert_eq!(names.map(|path| model_name(Path::new(path))), expected);
+    }
+
+    /// Symptom: an added plugin had changed "from nothing".
+    #[test]
+    fn plugins_that_were_added_or_removed_are_reported_as_such() {
+        let change = |from: &str, to: &str| {
+            let [at, role, id, from, to] = ["noon", "reward", "p", from, to].map(str::to_owned);
+            LockChange { at, role, id, from, to }
+        };
+        let all = [change("1", "2"), change(LockChange::NOTHING, "2"), change("1", LockChange::NOTHING)];
+        let expected = [
+            "the reward plugin p changed within this run: from 1 to 2, accepted at noon",
+            "the reward plugin p was added within this run: 2, accepted at noon",
+            "the reward plugin p was removed within this run: 1, accepted at noon",
+        ];
+        let lock = LockFile { entries: Vec::new(), changes: all.into() };
+        assert_eq!(changes(&lock).collect::<Vec<_>>(), expected);
     }
 
     #[test]

@@ -288,6 +288,9 @@ async fn a_tenant_prepares_requests_on_its_share_of_the_cores() {
     let answers = futures::future::join_all((0..n_permits() + 3).map(ask)).await;
     assert!(answers.iter().all(|(status, body)| *status == 200 && body["fallback"].is_null()), "{answers:?}");
     assert!(server.rewriter.max_preparing.load(Ordering::Relaxed) <= n_permits());
+    // Symptom: `queue_ms` was near 0 while requests waited for seconds to be prepared.
+    let longest = answers.iter().map(|(_, body)| body["queue_ms"].as_f64().unwrap()).fold(0.0, f64::max);
+    assert!(longest >= 150.0, "some waited until others were prepared: {answers:?}");
 }
 
 /// Symptom: a request that had passed its deadline made room for the next one, while its plugin call still ran.

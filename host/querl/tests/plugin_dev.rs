@@ -269,6 +269,13 @@ fn episodes_of_golden_cases_are_scored_by_default_and_the_last_line_names_the_fa
     let scores = &picture["scores"];
     assert_eq!(scores["summary"]["n_episodes"], json!(2), "{picture:#}");
     assert!(scores["notes"][1].as_str().unwrap().starts_with("1 golden case(s) with settings"), "{picture:#}");
+    // Symptom: a case with a misspelt setting was left out as one with settings.
+    let golden = project.read("length/golden/cases.jsonl");
+    project.write("length/golden/cases.jsonl", &golden.replace("\"max_chars\"", "\"max_char\""));
+    let refused = project.refusal(&args, 2);
+    let expected = "setting `max_char`: the plugin knows no such setting; did you mean `max_chars`?";
+    assert!(refused.contains("length/golden/cases.jsonl:") && refused.contains(expected), "{refused}");
+    project.write("length/golden/cases.jsonl", &golden);
     // Symptom: it listed faults, failed tests and the component.
     let faulty = project.read("length/golden/cases.jsonl").replace("\"鱼油\"", "\"咋吃\"");
     project.write("length/golden/cases.jsonl", &faulty);

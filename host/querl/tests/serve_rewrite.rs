@@ -276,8 +276,8 @@ async fn chat_requests_with_extreme_values_are_answered_or_refused() {
     assert!(status == 422 && message.contains(" characters; it goes beyond the model's "), "{message}");
 }
 
-/// Answers the first request with an empty object.
-fn answer_once(listener: &std::net::TcpListener) {
+/// Answers the next request.
+fn answer_once(listener: &std::net::TcpListener, status: &str, body: &str) {
     use std::io::{Read, Write};
     let (mut stream, _) = listener.accept().unwrap();
     let (mut request, mut part) = (Vec::new(), [0; 4096]);
@@ -286,12 +286,14 @@ fn answer_once(listener: &std::net::TcpListener) {
         assert!(n_bytes > 0);
         request.extend_from_slice(&part[..n_bytes]);
     }
-    stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}").unwrap();
+    let n_bytes = body.len();
+    let response = format!("HTTP/1.1 {status}\r\ncontent-length: {n_bytes}\r\nconnection: close\r\n\r\n{body}");
+    stream.write_all(response.as_bytes()).unwrap();
 }
 
 /// Regression: each request to an unavailable upstream service wrote a line.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_upstream_that_is_down_has_one_line_in_the_log_and_one_when_it_responds_again() {
+async fn failures_of_an_upstream_have_one_line_each_in_the_log_without_the_query() {
     let project = project();
     let addr = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let server = Server::start(&project, &SERVE, &["run", "--upstream", &format!("http://{addr}")]);
@@ -302,10 +304,29 @@ async fn an_upstream_that_is_down_has_one_line_in_the_log_and_one_when_it_respon
         assert_eq!(status().await, 502);
     }
     let listener = std::net::TcpListener::bind(addr).unwrap();
-    let upstream = std::thread::spawn(move || answer_once(&listener));
-    assert_eq!(status().await, 200);
+    const ECHO: &str = "{\"detail\": \"胶原蛋白怎么吃\"}";
+    let upstream = std::thread::spawn(move || {
+        answer_once(&listener, "200 OK", "{}");
+        for status in ["503 Service Unavailable", "503 Service Unavailable", "404 Not Found", "200 OK"] {
+            answer_once(&listener, status, ECHO);
+        }
+    });
+    for expected in [200, 503, 503, 404] {
+        assert_eq!(status().await, expected);
+    }
+    let retrieval = json!({"query": "胶原蛋白怎么吃", "knowledge_id": "fivedoctors"});
+    assert_eq!(server.ask("/retrieval", &retrieval).await.0, 502);
     upstream.join().unwrap();
     logged(&project, "responds again (4 more failures since the last such line)").await;
+    // Symptom: an error response of the upstream service left no line, and an unreadable one its text.
+    for end in [
+        ": server error: status 503 Service Unavailable",
+        ": request rejected: status 404 Not Found",
+        ": unreadable response: status 200 OK and no readable passages",
+    ] {
+        logged(&project, end).await;
+    }
+    assert!(!project.read("server.log").contains("胶原蛋白"), "{}", project.read("server.log"));
     let log = project.read("server.log");
     // Regression: the line contained the address twice and not the cause.
     let failed: Vec<&str> = log.lines().filter(|line| line.contains(": request failed: ")).collect();

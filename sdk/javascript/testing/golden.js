@@ -63,6 +63,26 @@ const OTHER_KEYS = ["name", "settings", "input", "style_model", "calls", "expect
 
 const WITH_CALLS = ["episode", "episodes", "samples"];
 
+/** The results of external calls in an episode, each with the key that has the result of a success. */
+const RESULTS = [
+  ["policy", "retrieval", "hits"],
+  ["policy", "judgement", "scored"],
+  ["baseline", "retrieval", "hits"],
+  ["baseline", "judgement", "scored"],
+];
+
+/** Kinds of failures of external calls. */
+const FAILURES = [
+  "timeout",
+  "unreachable",
+  "unauthorized",
+  "rejected",
+  "rate_limited",
+  "server_error",
+  "invalid_response",
+  "not_recorded",
+];
+
 export function readGolden(folder) {
   const path = folder instanceof URL ? fileURLToPath(folder) : folder;
   const files = readdirSync(path).filter((name) => name.endsWith(".jsonl")).sort();
@@ -120,7 +140,7 @@ function goldenCase(place, value) {
       sent: sent(about, fields.take(about), name),
       input: about === "task" ? form.promptInput(fields.take("input")) : undefined,
       styleModel: about === "dialogue" ? fields.optional("style_model") : undefined,
-      calls: WITH_CALLS.includes(about) ? fields.optional("calls", []).map(form.hostCall) : [],
+      calls: WITH_CALLS.includes(about) ? fields.optional("calls", []).map(call) : [],
       expect: fields.take("expect"),
     };
     fields.end();
@@ -143,9 +163,9 @@ function checkTypes(expect) {
 function sent(about, value, name) {
   switch (about) {
     case "episode":
-      return form.episode(value, name);
+      return episode(value, name, "episode");
     case "episodes":
-      return value.map((each, index) => form.episode(each, `${name}/${index}`));
+      return value.map((each, index) => episode(each, `${name}/${index}`, `episodes ${index + 1}`));
     case "samples":
       return value.map((each, index) => form.sample(each, String(index + 1)));
     case "dialogue":
@@ -153,6 +173,42 @@ function sent(about, value, name) {
     default:
       return value;
   }
+}
+
+function episode(value, id, place) {
+  for (const [side, key, result] of RESULTS) completeResult(value?.[side]?.[key], result, `${place}.${side}.${key}`);
+  return form.episode(value, id);
+}
+
+function call(value, index) {
+  const read = form.hostCall(value);
+  const failed = read.response?.Err?.failed;
+  if (failed !== undefined) completeFailure(failed, `calls ${index + 1}.response.Err.failed`);
+  return read;
+}
+
+/** Throws an error for another form, and fills in the message of a failure. */
+function completeResult(value, result, place) {
+  const keys = typeof value === "object" && !Array.isArray(value) ? Object.keys(value ?? {}) : [];
+  if (keys.length === 1 && keys[0] === "failed") {
+    completeFailure(value.failed, `${place}.failed`);
+    return;
+  }
+  const isResult = keys.length === 1 && keys[0] === result;
+  const isNone = value === undefined || value === null || (value === "not_sampled" && result === "scored");
+  if (isResult || isNone) return;
+  throw new TypeError(`\`${place}\` is ${JSON.stringify(value)}; expected an object with \`${result}\` or with \`failed\``);
+}
+
+function completeFailure(failure, place) {
+  const [kind, message] = form.whole(failure, place, (fields) => [fields.optional("kind", null), fields.optional("message", "")]);
+  if (!FAILURES.includes(kind)) {
+    throw new TypeError(`\`${place}.kind\` is ${JSON.stringify(kind)}; expected one of \`${FAILURES.join("`, `")}\``);
+  }
+  if (typeof message !== "string") {
+    throw new TypeError(`\`${place}.message\` is ${JSON.stringify(message)}; expected a text`);
+  }
+  failure.message = message;
 }
 
 function answers(plugin, { about, sent, input, styleModel: says }) {

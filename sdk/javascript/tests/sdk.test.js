@@ -4,7 +4,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, test } from "node:test";
 import { describe, Episode, host, Message, nChars, plugin, Rejection, SettingError, Settings, stripped, text } from "../index.js";
-import { candidate, checkContract, checkGolden, declared, dialogue, episode, failed, readEpisodes, withHostFunctions } from "../testing.js";
+import { candidate, checkContract, checkGolden, declared, dialogue, episode, failed, readEpisodes, readGolden, withHostFunctions } from "../testing.js";
 
 class Length {
   static requires = ["retrieval"];
@@ -140,6 +140,16 @@ test("settings of golden cases have the types of the host", () => {
     ["texts", ["x", 1], 'expected a list of texts, got ["x",1]'],
   ]) {
     assert.throws(() => checked({ [key]: value }), ({ message }) => message.endsWith(`a.jsonl:1 \`a\`: setting \`${key}\`: ${problem}`));
+  }
+});
+
+test("results and failures of golden cases have the forms of all kits", () => {
+  const table = readFileSync(new URL("../../testdata/golden.jsonl", import.meta.url), "utf8").trim().split("\n");
+  for (const line of table) {
+    const { case: golden, error } = JSON.parse(line);
+    const read = () => readGolden(folderWith("a.jsonl", golden));
+    if (error) assert.throws(read, ({ message }) => message.includes(error), line);
+    else assert.equal(read().length, 1, line);
   }
 });
 

@@ -14,7 +14,7 @@ from querl_sdk._guest import json_episodes
 from querl_sdk._guest.errors import explained
 from querl_sdk.description import describe
 from querl_sdk.settings import SettingSpec
-from querl_sdk.testing import candidate, check_contract, check_golden, declared, dialogue, episode, failed, host_functions, read_episodes
+from querl_sdk.testing import candidate, check_contract, check_golden, declared, dialogue, episode, failed, host_functions, read_episodes, read_golden
 
 GOLDEN: dict[str, Any] = {"name": "四个字", "episode": {"query": "鱼油", "policy": {"rewrite": "深海鱼油", "retrieval": {"hits": []}}, "baseline": {"rewrite": "鱼油"}}}
 
@@ -263,6 +263,20 @@ class TestTesting(unittest.TestCase):
         self.assertEqual(check_golden(Distinct, folder_with("a.jsonl", group)), 1)
         with self.assertRaisesRegex(AssertionError, "holds no case for Length"):
             check_golden(Length, folder_with("a.jsonl", {"name": "x", "parse_rewrite": "", "expect": {"rejected": "empty"}}))
+
+    def test_results_and_failures_of_golden_cases_have_the_forms_of_all_kits(self) -> None:
+        table = Path(__file__).parents[2] / "testdata" / "golden.jsonl"
+        for line in table.read_text(encoding="utf-8").strip().split("\n"):
+            vector = json.loads(line)
+            problem = None
+            try:
+                read_golden(folder_with("a.jsonl", vector["case"]))
+            except ValueError as error:
+                problem = str(error)
+            if "error" in vector:
+                self.assertIn(vector["error"], problem or "accepted", line)
+            else:
+                self.assertIsNone(problem, line)
 
     def test_golden_cases_have_the_results_of_host_functions(self) -> None:
         class Judged(Reward):

@@ -70,10 +70,19 @@ pub enum SettingType {
 #[derive(Debug, Clone)]
 struct Value {
     text: String,
-    /// JSON form of a text in a golden case. It is read where another type is expected, and refused there.
-    quoted: Option<String>,
+    /// The value in a golden case. A text is read in its JSON form where another type is expected, and refused there.
+    json: Option<serde_json::Value>,
     /// True once the plugin has read the setting. Clones share the flag.
     is_read: Arc<AtomicBool>,
+    /// True once the plugin has read the setting as a text. Clones share the flag.
+    is_read_as_text: Arc<AtomicBool>,
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+impl Value {
+    fn new(text: String, json: Option<serde_json::Value>) -> Self {
+        Self { text, json, is_read: Arc::default(), is_read_as_text: Arc::default() }
+    }
 }
 
 impl Settings {
@@ -92,15 +101,14 @@ impl Settings {
     /// Settings for a test. Lists are JSON: `["a", "b"]`.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn from_pairs<K: Into<String>, V: Into<String>>(pairs: impl IntoIterator<Item = (K, V)>) -> Self {
-        let value = |text: V| Value { text: text.into(), quoted: None, is_read: Arc::default() };
-        let pairs = pairs.into_iter().map(|(key, text)| (key.into(), value(text))).collect();
+        let pairs = pairs.into_iter().map(|(key, text)| (key.into(), Value::new(text.into(), None))).collect();
         Self { source: Source::Pairs(pairs) }
     }
 
-    /// Settings of a golden case: key, text form, and for a text its JSON form. The text "40" is no number, as in a configuration.
+    /// Settings of a golden case: key, text form and value. The text "40" is no number and the number 40 no text, as in a configuration.
     #[cfg(not(target_arch = "wasm32"))]
-    pub(crate) fn of_golden_case(values: impl IntoIterator<Item = (String, String, Option<String>)>) -> Self {
-        let value = |(key, text, quoted)| (key, Value { text, quoted, is_read: Arc::default() });
+    pub(crate) fn of_golden_case(values: impl IntoIterator<Item = (String, String, serde_json::Value)>) -> Self {
+        let value = |(key, text, json)| (key, Value::new(text, Some(json)));
         Self { source: Source::Pairs(values.into_iter().map(value).collect()) }
     }
 
@@ -120,8 +128,12 @@ impl Settings {
             Source::Pairs(pairs) => {
                 let value = pairs.get(key)?;
                 value.is_read.store(true, Ordering::Relaxed);
-                let quoted = value.quoted.as_ref().filter(|_| value_type != SettingType::Text);
-                Some(quoted.unwrap_or(&value.text).clone())
+                if value_type == SettingType::Text {
+                    value.is_read_as_text.store(true, Ordering::Relaxed);
+                    return Some(value.text.clone());
+                }
+                let quoted = value.json.as_ref().filter(|json| json.is_string());
+                Some(quoted.map_or_else(|| value.text.clone(), ToString::to_string))
             }
             Source::Recording(kept) => {
                 let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -155,6 +167,18 @@ impl Settings {
         let Source::Pairs(pairs) = &self.source else { return Vec::new() };
         let unread = pairs.iter().filter(|(_, value)| !value.is_read.load(Ordering::Relaxed));
         unread.map(|(key, _)| key.as_str()).collect()
+    }
+
+    /// The error about a value of a golden case that is no text and was read as one: [`Settings::text`] returns no error.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub(crate) fn not_text(&self) -> Option<SettingError> {
+        let Source::Pairs(pairs) = &self.source else { return None };
+        let mut as_text = pairs.iter().filter(|(_, value)| value.is_read_as_text.load(Ordering::Relaxed));
+        let not_text = |value: &Value| value.json.clone().filter(|json| !json.is_string());
+        as_text.find_map(|(key, value)| {
+            let got = not_text(value)?;
+            Some(SettingError::new(key, format!("expected a text, got {got}")))
+        })
     }
 
     /// The text of `key`, which the user must set.

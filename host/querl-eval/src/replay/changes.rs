@@ -1,6 +1,6 @@
 //! How totals, signs and components changed, and the episodes that changed most.
 
-use super::episodes::{Groups, PluginSide, ReplayEpisode, ScoredEpisode, Side};
+use super::episodes::{Groups, PluginSide, ReplayEpisode, ScoredEpisode, Side, first_of_queries};
 use super::statistics::mean;
 use crate::bootstrap::{Bootstrap, Interval};
 use crate::evaluation::FEW_GROUPS;
@@ -275,7 +275,7 @@ fn component_of(reward: &Reward, name: &str) -> Option<f64> {
 /// Number of components shown per episode.
 const N_COMPONENTS: usize = 3;
 
-/// An episode whose total reward changed.
+/// The episode of a query whose total reward changed most.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct ChangedEpisode {
     pub(crate) id: String,
@@ -291,6 +291,8 @@ pub(crate) struct ChangedEpisode {
     pub(crate) baseline_quality: Option<f64>,
     pub(crate) before: f64,
     pub(crate) after: f64,
+    /// Number of episodes of the query that changed, in a list of flips those that changed their sign.
+    pub(crate) n_changed: usize,
     /// The three components with the largest absolute changes.
     #[serde(rename = "parts")]
     pub(crate) components: Vec<ChangedComponent>,
@@ -317,7 +319,7 @@ impl ChangedComponent {
     }
 }
 
-/// The `n` largest changes of total among episodes whose sign changed, and the `n` largest among all episodes.
+/// The `n` queries with the largest changes of total among episodes whose sign changed, and among all episodes.
 pub(super) fn largest(scored: &[ScoredEpisode<'_>], n: usize) -> (Vec<ChangedEpisode>, Vec<ChangedEpisode>) {
     let size = |one: &ScoredEpisode<'_>| one.change().map_or(0.0, f64::abs);
     let mut changed: Vec<&ScoredEpisode<'_>> = scored.iter().filter(|one| size(one) > DRAW_TOLERANCE).collect();
@@ -326,12 +328,16 @@ pub(super) fn largest(scored: &[ScoredEpisode<'_>], n: usize) -> (Vec<ChangedEpi
     let flips = changed
         .iter()
         .filter(|one| one.before.is_some_and(|before| Sign::of(before.total) != Sign::of(one.after.total)));
-    let flips = flips.take(n).filter_map(|one| ChangedEpisode::new(one)).collect();
-    (flips, changed.iter().take(n).filter_map(|one| ChangedEpisode::new(one)).collect())
+    let flips: Vec<&ScoredEpisode<'_>> = flips.copied().collect();
+    let shown = |changed: Vec<&ScoredEpisode<'_>>| {
+        let by_query = first_of_queries(changed, |one| &one.recorded.episode.id);
+        by_query.into_iter().take(n).filter_map(|(one, n_changed)| ChangedEpisode::new(one, n_changed)).collect()
+    };
+    (shown(flips), shown(changed))
 }
 
 impl ChangedEpisode {
-    fn new(one: &ScoredEpisode<'_>) -> Option<Self> {
+    fn new(one: &ScoredEpisode<'_>, n_changed: usize) -> Option<Self> {
         let episode = one.recorded.episode;
         Some(Self {
             id: episode.id.clone(),
@@ -344,6 +350,7 @@ impl ChangedEpisode {
             baseline_quality: episode.baseline.as_ref().and_then(quality),
             before: one.before?.total,
             after: one.after.total,
+            n_changed,
             components: changed_components(one),
         })
     }

@@ -4,6 +4,7 @@ use super::statistics::{Pairs, rounded};
 use querl_core::ports::RewardRange;
 use querl_core::records::{Episode, Rejection, Reward};
 use serde::Serialize;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// The reward of an episode, or the rejection with its reason.
@@ -203,6 +204,29 @@ fn id_parts(id: &str) -> Option<(&str, &str)> {
     (is_run_id && !query.is_empty() && parts.next().is_none()).then_some((phase, query))
 }
 
+/// The first episode of each query, with the number of episodes of the query. Only ids of a run name the query: hand-written episodes are
+/// all kept, since their authors know them by their ids.
+pub(super) fn first_of_queries<T>(episodes: impl IntoIterator<Item = T>, id: impl Fn(&T) -> &str) -> Vec<(T, usize)> {
+    let (mut found, mut places) = (Vec::<(T, usize)>::new(), HashMap::new());
+    for episode in episodes {
+        let id = id(&episode);
+        let query = id_parts(id).map_or(id, |(_, query)| query).to_owned();
+        match places.entry(query) {
+            Entry::Occupied(place) => found[*place.get()].1 += 1,
+            Entry::Vacant(place) => {
+                place.insert(found.len());
+                found.push((episode, 1));
+            }
+        }
+    }
+    found
+}
+
+/// The number of episodes of a query that changed: `largest of 3, `; empty for one.
+pub(super) fn largest_of(n_changed: usize) -> String {
+    if n_changed > 1 { format!("largest of {n_changed}, ") } else { String::new() }
+}
+
 /// Key of query and context: the same query in another context counts as another query.
 pub(crate) fn query_key(episode: &Episode) -> String {
     format!("{}\0{}\0{}", episode.query, episode.context.user_profile, episode.context.history_summary)
@@ -224,6 +248,13 @@ fn pairs_within(groups: &[String], scored: &[ScoredEpisode<'_>]) -> Pairs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_query_of_a_run_has_one_episode_and_other_ids_are_kept() {
+        let ids = ["step-000001/q/0", "a", "step-000002/q/3", "step-000001/r/0", "b", "val-000002/q/0"];
+        let expected = [("step-000001/q/0", 3), ("a", 1), ("step-000001/r/0", 1), ("b", 1)];
+        assert_eq!(first_of_queries(ids, |id| id), expected);
+    }
 
     #[test]
     fn ids_of_a_run_name_the_query_and_others_do_not() {

@@ -29,7 +29,7 @@ use statistics::{Correlation, Distribution};
 /// Options of [`replay()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReplayOptions {
-    /// Number of changed episodes in the output.
+    /// Number of queries in the list of changed episodes.
     pub n_shown: usize,
     /// Seed of the bootstrap.
     pub seed: u64,
@@ -60,9 +60,9 @@ pub struct Replay {
     /// Number of the least used reward components that are left out; omitted in the JSON if it is 0.
     #[serde(skip_serializing_if = "crate::evaluation::is_zero")]
     pub(crate) n_components_left_out: usize,
-    /// Episodes whose total reward changed its sign, largest change first.
+    /// One episode of each query whose total reward changed its sign, largest change first.
     pub(crate) flips: Vec<ChangedEpisode>,
-    /// Episodes with the largest changes of the total reward.
+    /// One episode of each query with the largest changes of the total reward.
     pub(crate) largest_changes: Vec<ChangedEpisode>,
     pub(crate) n_resamples: usize,
 }
@@ -74,9 +74,9 @@ impl Replay {
     /// The episodes to show: changes of sign; if there are none, the largest changes.
     fn shown(&self) -> (&'static str, &[ChangedEpisode]) {
         if self.flips.is_empty() {
-            ("largest changes", &self.largest_changes)
+            ("largest change of each query", &self.largest_changes)
         } else {
-            ("changes of sign, the largest first", &self.flips)
+            ("largest change of sign of each query", &self.flips)
         }
     }
 }

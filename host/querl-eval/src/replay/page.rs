@@ -1,6 +1,7 @@
 //! The replay comparison as an HTML page.
 
 use super::changes::{ChangedEpisode, StepMeans};
+use super::episodes::largest_of;
 use super::{Replay, text};
 use crate::error::EvalError;
 use crate::page::{self, charts};
@@ -44,6 +45,7 @@ struct Page {
 struct Shown {
     id: String,
     line: usize,
+    largest_of: String,
     query: String,
     before: String,
     after: String,
@@ -119,6 +121,7 @@ impl Shown {
         Self {
             id: one.id.clone(),
             line: one.line,
+            largest_of: largest_of(one.n_changed),
             query: one.query.clone(),
             before: digits.signed(one.before),
             after: digits.signed(one.after),

@@ -1,7 +1,7 @@
 //! Summary of the scores of one plugin: distribution, rejections, and episodes whose outcome changed.
 
 use super::changes::DRAW_TOLERANCE;
-use super::episodes::Outcome;
+use super::episodes::{Outcome, first_of_queries, largest_of};
 use super::statistics::{Distribution, Histogram};
 use crate::text::{Digits, MAX_WIDTH, counted, cut, left, one_line, printable};
 use querl_core::text::grouped;
@@ -111,12 +111,15 @@ pub struct OutcomeChange {
     query: String,
     before: BriefOutcome,
     after: BriefOutcome,
+    /// Number of episodes of the query that changed, this one included.
+    n_changed: usize,
 }
 
 impl OutcomeChange {
     /// The change of an episode's outcome; `None` if the totals differ by at most 1e-9 or both are rejections with the same code.
     pub fn of(id: &str, query: &str, before: &Outcome, after: &Outcome) -> Option<Self> {
-        let change = Self { id: id.to_owned(), query: query.to_owned(), before: before.into(), after: after.into() };
+        let (id, query) = (id.to_owned(), query.to_owned());
+        let change = Self { id, query, before: before.into(), after: after.into(), n_changed: 1 };
         let is_same = change.before == change.after || change.size() <= DRAW_TOLERANCE;
         (!is_same).then_some(change)
     }
@@ -135,18 +138,19 @@ impl OutcomeChange {
 pub struct OutcomeChanges {
     n_compared: usize,
     n_changed: usize,
-    /// The largest changes; a rejection that became a score, or the reverse, comes first.
+    /// The largest change of each query; a rejection that became a score, or the reverse, comes first.
     largest: Vec<OutcomeChange>,
 }
 
 impl OutcomeChanges {
-    /// Collects the changes of the compared episodes (`None` for an unchanged one) and keeps the `n_shown` largest.
+    /// Collects the changes of the compared episodes (`None` for an unchanged one) and keeps the largest of `n_shown` queries.
     pub fn of(compared: impl Iterator<Item = Option<OutcomeChange>>, n_shown: usize) -> Self {
         let mut n_compared = 0;
-        let mut largest: Vec<OutcomeChange> = compared.inspect(|_| n_compared += 1).flatten().collect();
-        let n_changed = largest.len();
-        largest.sort_by(|a, b| b.size().total_cmp(&a.size()));
-        largest.truncate(n_shown);
+        let mut changed: Vec<OutcomeChange> = compared.inspect(|_| n_compared += 1).flatten().collect();
+        let n_changed = changed.len();
+        changed.sort_by(|a, b| b.size().total_cmp(&a.size()));
+        let by_query = first_of_queries(changed, |change| &change.id).into_iter().take(n_shown);
+        let largest = by_query.map(|(change, n_changed)| OutcomeChange { n_changed, ..change }).collect();
         Self { n_compared, n_changed, largest }
     }
 
@@ -156,10 +160,8 @@ impl OutcomeChanges {
             format!("{title}: {} of {} changed", grouped(self.n_changed as u64), grouped(self.n_compared as u64));
         let line = |change: &OutcomeChange| {
             let moved = left(&format!("{} -> {}", change.before, change.after), 18);
-            cut(
-                &format!("  {moved}  {}  {}", one_line(&printable(&change.id)), one_line(&printable(&change.query))),
-                MAX_WIDTH,
-            )
+            let [id, query] = [&change.id, &change.query].map(|text| one_line(&printable(text)));
+            cut(&format!("  {moved}  {}{id}  {query}", largest_of(change.n_changed)), MAX_WIDTH)
         };
         std::iter::once(head).chain(self.largest.iter().map(line)).collect()
     }
@@ -210,6 +212,25 @@ mod tests {
         let lines = changes.lines("against the recording");
         assert_eq!(lines[0], "against the recording: 3 of 5 changed");
         assert!(lines[1].contains("x -> 0.000") && lines[2].contains("0.1000 -> 0.9000"), "{lines:?}");
+    }
+
+    /// Symptom: the list had the same query several times, once for each of its samples.
+    #[test]
+    fn a_query_is_listed_once_with_its_largest_change() {
+        let change = |id: &str, after: f64| OutcomeChange::of(id, "一天几粒啊", &scored(0.0), &scored(after));
+        let samples = [
+            change("step-1/q/0", 0.1),
+            change("step-1/q/1", 0.3),
+            change("step-2/q/0", 0.2),
+            change("step-2/r/0", 0.25),
+        ];
+        let lines = OutcomeChanges::of(samples.into_iter(), 5).lines("since the recording");
+        let expected = [
+            "since the recording: 4 of 4 changed",
+            "  0.000 -> 0.3000     largest of 3, step-1/q/1  一天几粒啊",
+            "  0.000 -> 0.2500     step-2/r/0  一天几粒啊",
+        ];
+        assert_eq!(lines, expected);
     }
 
     #[test]

@@ -97,6 +97,9 @@ fn all_six_changes_of_sign_fit_into_the_width() {
     };
     let text = replay_text(&of_rows(&(0..9000).map(row).collect::<Vec<_>>()));
     assert!(text.contains("changes of sign: 6000 (won to drew 1000, won to lost 1000, drew to won 1000,"), "{text}");
+    // Symptom: all listed changes were of one query.
+    let list = "largest change of sign of each query (6000 of 6000 episodes)\n  1. +0.5000 -> -0.5000  largest of 6000, line 3, step-";
+    assert!(text.contains(list) && !text.contains("\n  2. "), "{text}");
     assert!(text.lines().all(|line| unicode_width::UnicodeWidthStr::width(line) <= 100), "{text}");
 }
 
@@ -161,7 +164,10 @@ fn a_range_on_one_side_of_zero_has_no_signs_and_a_note() {
     assert!(found.signs.is_none() && found.flips.is_empty());
     assert!(found.notes.iter().any(|note| note.contains("a range that does not span 0")), "{:?}", found.notes);
     let text = replay_text(&found);
-    assert!(text.contains("largest changes (3 of 3)") && text.contains("retrieval quality"), "{text}");
+    assert!(
+        text.contains("largest change of each query (3 of 3 episodes)") && text.contains("retrieval quality"),
+        "{text}"
+    );
 }
 
 #[test]

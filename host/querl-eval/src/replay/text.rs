@@ -2,7 +2,7 @@
 
 use super::Replay;
 use super::changes::{Change, ChangedComponent, ChangedEpisode, ComponentChange, SignCounts, Signs, Third};
-use super::episodes::{Order, PluginSide, Side};
+use super::episodes::{Order, PluginSide, Side, largest_of};
 use super::statistics::{Correlation, Distribution, Histogram, Pairs};
 use crate::bootstrap::Interval;
 use crate::text::{
@@ -267,7 +267,8 @@ fn shown(replay: &Replay) -> Vec<String> {
     } else {
         replay.signs.as_ref().map_or(0, |signs| signs.n_changed)
     };
-    let mut lines = vec![format!("{title} ({} of {n_all})", shown.len())];
+    let n_episodes: usize = shown.iter().map(|one| one.n_changed).sum();
+    let mut lines = vec![format!("{title} ({n_episodes} of {n_all} episodes)")];
     lines.extend((1..).zip(shown).flat_map(|(number, one)| episode(number, one)));
     lines
 }
@@ -280,9 +281,10 @@ fn episode(number: usize, one: &ChangedEpisode) -> Vec<String> {
     };
     let digits = Digits::for_values([one.before, one.after].into_iter());
     let head = format!(
-        "{number:>3}. {} -> {}  line {}, {}",
+        "{number:>3}. {} -> {}  {}line {}, {}",
         digits.signed(one.before),
         digits.signed(one.after),
+        largest_of(one.n_changed),
         one.line,
         one_line(&printable(&one.id))
     );

@@ -109,7 +109,7 @@ impl ServedModels {
     fn rewrite_now(&self, model: &Arc<TenantModel>, query: &str, context: &Context) -> anyhow::Result<String> {
         let (sender, receiver) = std::sync::mpsc::channel();
         let task = GenerationTask::Rewrite { query: query.to_owned(), context: context.clone() };
-        let submitted = self.submit_to(model, task, Box::new(golden::Waiting(sender)));
+        let submitted = self.submit_to(model, task, Instant::now(), Box::new(golden::Waiting(sender)));
         submitted.map_err(|error| match error {
             SubmitError::QueueFull(problem) | SubmitError::Input(problem) | SubmitError::Plugin(problem) => {
                 anyhow::anyhow!(problem)
@@ -128,6 +128,7 @@ impl ServedModels {
         &self,
         model: &Arc<TenantModel>,
         task: GenerationTask,
+        arrived_at: Instant,
         events: Box<dyn EventSink>,
     ) -> Result<(), SubmitError> {
         let (messages, question, (decoding, sampling), seed) = match task {
@@ -147,7 +148,7 @@ impl ServedModels {
         let (adapter, id) = (model.adapter.clone(), self.engine.next_id());
         let request = ServingRequest { id, adapter, prompt, seed, decoding, sampling };
         self.engine.limits().check(&request).map_err(input_error)?;
-        self.engine.submit(Job { request, model: model.clone(), question, events, queued_at: Instant::now() })
+        self.engine.submit(Job { request, model: model.clone(), question, events, arrived_at })
     }
 
     fn encode(&self, model: &TenantModel, messages: &[Message]) -> Result<Vec<u32>, SubmitError> {
@@ -198,9 +199,15 @@ impl Rewriter for ServedModels {
         Some(self.model(Role::Current, name)?.facts.clone())
     }
 
-    fn submit(&self, tenant: &Tenant, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError> {
+    fn submit(
+        &self,
+        tenant: &Tenant,
+        task: GenerationTask,
+        arrived_at: Instant,
+        events: Box<dyn EventSink>,
+    ) -> Result<(), SubmitError> {
         let model = self.model(tenant.role, &tenant.name).ok_or(SubmitError::UnknownTenant)?;
-        self.submit_to(&model, task, events)
+        self.submit_to(&model, task, arrived_at, events)
     }
 
     fn load(&self, path: &Path, role: Role) -> Result<Tenant, String> {

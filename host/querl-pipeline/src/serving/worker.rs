@@ -22,7 +22,7 @@ pub(super) struct Job {
     /// The query to rewrite. `None` for a chat request with the client's own messages, whose text is streamed and not parsed.
     pub(super) question: Option<Question>,
     pub(super) events: Box<dyn EventSink>,
-    pub(super) queued_at: Instant,
+    pub(super) arrived_at: Instant,
 }
 
 /// A query and its history summary, which parsing a response needs.
@@ -124,7 +124,7 @@ struct OpenRequest {
     /// State of a streamed chat response; `None` for a rewrite.
     stream: Option<Arc<ChatStream>>,
     events: Arc<dyn EventSink>,
-    queued_at: Instant,
+    arrived_at: Instant,
     /// Times of the start of prefill and of the first token.
     started: Option<(Instant, Instant)>,
 }
@@ -196,14 +196,15 @@ impl EngineWorker {
     }
 
     fn add(&mut self, job: Job) {
-        let Job { request, model, question, events, queued_at } = job;
+        let Job { request, model, question, events, arrived_at } = job;
         let (id, sampling, n_prompt_tokens) = (request.id, request.sampling.clone(), request.prompt.len());
         let events: Arc<dyn EventSink> = Arc::from(events);
         let stream = question.is_none().then(|| {
             let (stop_strings, progress) = (sampling.stop_strings.clone(), Mutex::default());
             Arc::new(ChatStream { stop_strings, events: events.clone(), progress })
         });
-        let open = OpenRequest { n_prompt_tokens, sampling, model, question, stream, events, queued_at, started: None };
+        let open =
+            OpenRequest { n_prompt_tokens, sampling, model, question, stream, events, arrived_at, started: None };
         self.shared.state().n_prompt_tokens += n_prompt_tokens as u64;
         match self.engine.add(request) {
             Ok(()) => drop(self.open.insert(id, open)),
@@ -326,7 +327,7 @@ impl OpenRequest {
         let (started_at, first_token_at) = self.started.unwrap_or((ended_at, ended_at));
         let since = |later: Instant, earlier: Instant| later.saturating_duration_since(earlier);
         let (queued, prefill): (Duration, Duration) =
-            (since(started_at, self.queued_at), since(first_token_at, started_at));
+            (since(started_at, self.arrived_at), since(first_token_at, started_at));
         Ok(Generation {
             text,
             truncated: generated.truncated,

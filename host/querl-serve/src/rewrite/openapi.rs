@@ -120,7 +120,8 @@ fn schemas() -> Value {
             "type": "object",
             "properties": {
                 "id": text, "rewrite": text, "tenant": text, "version": text,
-                "latency_ms": {"type": "number"}, "queue_ms": {"type": ["number", "null"]},
+                "latency_ms": {"type": "number"},
+                "queue_ms": {"type": ["number", "null"], "description": "Time before prefill: waiting, prompt plugin, tokenizer; null for a fallback"},
                 "cached": {"type": "boolean"}, "fallback": fallback,
             },
         },

@@ -133,6 +133,7 @@ impl RewriteService {
         task: GenerationTask,
         audience: &Audience,
     ) -> Result<UnboundedReceiver<GenerationEvent>, SubmitError> {
+        let arrived_at = Instant::now();
         let rewriter = self.rewriter.get().ok_or(SubmitError::Ended)?.clone();
         let check_room = || match rewriter.is_full() {
             true => Err(SubmitError::QueueFull("the queue is full; retry later".into())),
@@ -153,7 +154,7 @@ impl RewriteService {
         let submitting = tokio::task::spawn_blocking(move || {
             // Not returned before this thread has ended: its time and memory are used also after the deadline of the request.
             let _permit = permit;
-            rewriter.submit(&tenant, task, events)
+            rewriter.submit(&tenant, task, arrived_at, events)
         });
         match submitting.await {
             Ok(submitted) => submitted?,
@@ -392,7 +393,7 @@ pub(super) struct RewriteResult {
     pub(super) tenant: String,
     pub(super) generated: CachedRewrite,
     pub(super) latency: Duration,
-    /// Time in the queue; `None` for a fallback.
+    /// [`Generation::queued`]; zero for a rewrite from the cache, `None` for a fallback.
     pub(super) queued: Option<Duration>,
     /// Durations of prefill and decoding; `None` for a fallback and for a rewrite from the cache.
     pub(super) phases: Option<Phases>,

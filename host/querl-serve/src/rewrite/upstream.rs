@@ -16,6 +16,8 @@ use std::time::Duration;
 /// Minimum interval between log lines about failures of one kind.
 const FAILURE_INTERVAL: Duration = Duration::from_secs(60);
 const FAILED: &str = "request failed";
+const SERVER_ERROR: &str = "server error";
+const CLIENT_ERROR: &str = "request rejected";
 const UNREADABLE: &str = "unreadable response";
 const WITHOUT_TEXT: &str = "passages without a text are left out";
 
@@ -99,21 +101,33 @@ impl Upstream {
         let query = uri.query().map_or(String::new(), |query| format!("?{query}"));
         let request = self.client.post(format!("{}{query}", self.url)).headers(forwarded(headers)).body(body);
         let failed = |status, what: &str| ErrorResponse::new(status, format!("the retrieval service {what}"));
-        let received = receive(request).await;
-        if received.is_ok() {
-            self.failures.note_success(&self.url, FAILED, "responds again");
-        }
-        match received {
+        match receive(request).await {
             Ok(response) if response.body.len() > MAX_RESPONSE_BYTES => {
+                self.failures.warn(&self.url, FAILED, "the response is larger than 64 MiB");
                 Err(failed(StatusCode::BAD_GATEWAY, "responded with more than 64 MiB"))
             }
-            Ok(response) => Ok(response),
+            Ok(response) => {
+                self.failures.note_success(&self.url, FAILED, "responds again");
+                self.log_status(response.status);
+                Ok(response)
+            }
             Err(error) => {
                 // The address and the cause are written only to the operator's log.
                 let (status, what, cause) = self.failure(error);
                 self.failures.warn(&self.url, FAILED, &cause);
                 Err(failed(status, what))
             }
+        }
+    }
+
+    /// Logs an error status. The body is not logged: it may quote the query.
+    fn log_status(&self, status: StatusCode) {
+        if status.is_server_error() {
+            self.failures.warn(&self.url, SERVER_ERROR, &format!("status {status}"));
+        } else if status.is_client_error() {
+            self.failures.warn(&self.url, CLIENT_ERROR, &format!("status {status}"));
+        } else {
+            self.failures.note_success(&self.url, SERVER_ERROR, "responds without a server error again");
         }
     }
 
@@ -166,13 +180,22 @@ impl Upstream {
                 Ok(json!({"records": passages.take(n_most).map(record).collect::<Vec<_>>()}))
             }
             _ if status.is_client_error() => {
+                if response.status.is_success() {
+                    self.failures.warn(&self.url, CLIENT_ERROR, &format!("status {status}"));
+                }
                 let message = body["msg"].as_str().unwrap_or("the retrieval service rejected the request");
                 Err(ErrorResponse::new(status, message))
             }
             unreadable => {
-                let problem = unreadable.err().map_or(String::new(), |problem| format!(": {problem}"));
-                let what = format!("status {status} and no readable passages{problem}");
-                self.failures.warn(&self.url, UNREADABLE, &what);
+                // `send` has logged an error status.
+                if response.status.is_success() {
+                    let what = format!("status {status} and no readable passages");
+                    self.failures.warn(&self.url, UNREADABLE, &what);
+                }
+                if let Err(problem) = unreadable {
+                    // It quotes the response, which may quote the query.
+                    tracing::debug!("{}: {UNREADABLE}: {problem}", self.url);
+                }
                 let what = "the retrieval service failed; the server's log says how";
                 Err(ErrorResponse::new(StatusCode::BAD_GATEWAY, what))
             }

@@ -12,7 +12,7 @@ use serde_json::Value;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 
 /// A listener on a free port, and its URL.
@@ -104,7 +104,7 @@ fn failure(code: &'static str) -> Result<Generation, GenerationFailure> {
     Err(GenerationFailure { code, message: "/secret/path: as the log reports".into() })
 }
 
-fn generation(text: String, version: &str) -> Generation {
+fn generation(text: String, version: &str, queued: Duration) -> Generation {
     let ms = Duration::from_millis;
     Generation {
         n_tokens: text.chars().count(),
@@ -112,14 +112,14 @@ fn generation(text: String, version: &str) -> Generation {
         truncated: false,
         version: version.into(),
         n_prompt_tokens: 20,
-        queued: ms(1),
+        queued,
         prefill: ms(2),
         decode: ms(3),
     }
 }
 
 /// Sends the last message's text, until a stop text or the maximum number of tokens.
-fn chat(task: &ChatTask, version: &str, events: &dyn EventSink) -> Generation {
+fn chat(task: &ChatTask, version: &str, queued: Duration, events: &dyn EventSink) -> Generation {
     let text = &task.messages.last().unwrap().content;
     let end = task.stop.iter().filter_map(|stop| text.find(stop.as_str())).min().unwrap_or(text.len());
     let maximum = task.max_new_tokens.unwrap_or(usize::MAX);
@@ -128,7 +128,7 @@ fn chat(task: &ChatTask, version: &str, events: &dyn EventSink) -> Generation {
         events.send(GenerationEvent::Text(character.into()));
     }
     let truncated = kept.len() < end;
-    Generation { truncated, ..generation(kept, version) }
+    Generation { truncated, ..generation(kept, version, queued) }
 }
 
 impl Rewriter for StandInRewriter {
@@ -140,7 +140,13 @@ impl Rewriter for StandInRewriter {
         self.tenants.lock().unwrap().iter().filter(|tenant| tenant.role == role).cloned().collect()
     }
 
-    fn submit(&self, tenant: &Tenant, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError> {
+    fn submit(
+        &self,
+        tenant: &Tenant,
+        task: GenerationTask,
+        arrived_at: Instant,
+        events: Box<dyn EventSink>,
+    ) -> Result<(), SubmitError> {
         self.n_submitted.fetch_add(1, Ordering::Relaxed);
         let found = self.models(tenant.role).into_iter().find(|served| served.name == tenant.name);
         let version = found.ok_or(SubmitError::UnknownTenant)?.version;
@@ -178,16 +184,18 @@ impl Rewriter for StandInRewriter {
                 format!("the prompt has 1 tokens; with max_new_tokens {n} it goes beyond the model's 512 positions");
             return Err(SubmitError::Input(what));
         }
+        // A fixed time where no test measures it.
+        let queued = if first == "prepares" { arrived_at.elapsed() } else { Duration::from_millis(1) };
         let delay = if first == "delay" { second.parse().unwrap() } else { 0 };
         std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(delay));
             let done = match (text.as_str(), &task) {
                 ("unreadable", _) => failure("no_rewrite"),
                 ("broken", _) => failure("model_failed"),
-                (_, GenerationTask::Chat(task)) => Ok(chat(task, &version, events.as_ref())),
+                (_, GenerationTask::Chat(task)) => Ok(chat(task, &version, queued, events.as_ref())),
                 (query, GenerationTask::Rewrite { context, .. }) => {
                     let context = format!("{}|{}", context.user_profile, context.history_summary);
-                    Ok(generation(format!("{query}|{context}"), &version))
+                    Ok(generation(format!("{query}|{context}"), &version, queued))
                 }
             };
             events.send(GenerationEvent::Done(done));

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from .. import host, registry
 from ..description import describe
@@ -16,7 +16,7 @@ from ..recording import recorded
 from ..reward import GroupReward, Reward, Score
 from ..settings import Settings, SettingSpec
 from ..style import StyleScorer
-from ..types import Message, Rejection
+from ..types import FailureKind, Message, Rejection
 from . import json_form
 from .builders import declared, style_model
 
@@ -74,6 +74,14 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "texts": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
 }
 """Checks of the values in `settings`, by type, with the type in words."""
+
+_RESULTS = (
+    ("policy", "retrieval", "hits"),
+    ("policy", "judgement", "scored"),
+    ("baseline", "retrieval", "hits"),
+    ("baseline", "judgement", "scored"),
+)
+"""The results of external calls in an episode, each with the key that has the result of a success."""
 
 
 @dataclass
@@ -160,7 +168,7 @@ def _case(place: str, value: Any) -> GoldenCase:
             sent=_sent(about, fields.take(about), name),
             input=json_form.prompt_input(fields.take("input")) if about == "task" else None,
             style_model=fields.optional("style_model") if about == "dialogue" else None,
-            calls=[json_form.host_call(call) for call in fields.optional("calls", [])] if about in _WITH_CALLS else [],
+            calls=[_call(call, number) for number, call in enumerate(fields.optional("calls", []), 1)] if about in _WITH_CALLS else [],
             expect=fields.take("expect"),
         )
         fields.end()
@@ -186,9 +194,9 @@ def _check_expect(about: str, value: Any) -> None:
 def _sent(about: str, value: Any, name: str) -> Any:
     match about:
         case "episode":
-            return json_form.episode(value, name)
+            return _episode(value, name, "episode")
         case "episodes":
-            return [json_form.episode(each, f"{name}/{index}") for index, each in enumerate(value)]
+            return [_episode(each, f"{name}/{index}", f"episodes {index + 1}") for index, each in enumerate(value)]
         case "samples":
             return [json_form.sample(sample, str(number)) for number, sample in enumerate(value, 1)]
         case "task":
@@ -196,6 +204,45 @@ def _sent(about: str, value: Any, name: str) -> Any:
         case "dialogue":
             return json_form.dialogue(value, name)
     return value
+
+
+def _episode(value: Any, id: str, place: str) -> Any:
+    for side, key, result in _RESULTS:
+        candidate = value.get(side) if isinstance(value, dict) else None
+        if isinstance(candidate, dict):
+            _complete_result(candidate.get(key), result, f"{place}.{side}.{key}")
+    return json_form.episode(value, id)
+
+
+def _call(value: Any, number: int) -> dict[str, Any]:
+    call = json_form.host_call(value)
+    error = call["response"].get("Err") if isinstance(call["response"], dict) else None
+    if isinstance(error, dict) and "failed" in error:
+        _complete_failure(error["failed"], f"calls {number}.response.Err.failed")
+    return call
+
+
+def _complete_result(value: Any, result: str, place: str) -> None:
+    """Raises :class:`ValueError` for another form, and fills in the message of a failure."""
+    keys = list(value) if isinstance(value, dict) else []
+    if keys == ["failed"]:
+        _complete_failure(value["failed"], f"{place}.failed")
+    elif keys != [result] and value is not None and (value, result) != ("not_sampled", "scored"):
+        problem = f"expected an object with `{result}` or with `failed`"
+        raise ValueError(f"`{place}` is {json.dumps(value, ensure_ascii=False)}; {problem}")
+
+
+def _complete_failure(failure: Any, place: str) -> None:
+    fields = json_form.Fields(failure, place)
+    kind, message = fields.optional("kind"), fields.optional("message", "")
+    fields.end()
+    known = get_args(FailureKind)
+    if kind not in known:
+        names = "`, `".join(known)
+        raise ValueError(f"`{place}.kind` is {json.dumps(kind, ensure_ascii=False)}; expected one of `{names}`")
+    if not _is_text(message):
+        raise ValueError(f"`{place}.message` is {json.dumps(message, ensure_ascii=False)}; expected a text")
+    failure["message"] = message
 
 
 def _answers(plugin: Any, case: GoldenCase) -> Any:

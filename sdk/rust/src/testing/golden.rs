@@ -34,10 +34,7 @@ impl GoldenTypes for SdkTypes {
     type Call = HostCallForm;
 
     fn settings(value: Map<String, Value>) -> Result<Settings, String> {
-        Ok(Settings::of_golden_case(value.into_iter().map(|(key, value)| {
-            let quoted = value.is_string().then(|| value.to_string());
-            (key, setting(value), quoted)
-        })))
+        Ok(Settings::of_golden_case(value.into_iter().map(|(key, value)| (key, setting(&value), value))))
     }
 
     fn episode(value: Value) -> Result<Episode, String> {
@@ -68,9 +65,9 @@ fn read<T: DeserializeOwned>(key: &str, value: Value) -> Result<T, String> {
 
 /// The text form of a setting that the host uses: numbers in decimal notation that reads back to the same number, texts unchanged, lists as
 /// JSON.
-fn setting(value: Value) -> String {
+fn setting(value: &Value) -> String {
     match value {
-        Value::String(text) => text,
+        Value::String(text) => text.clone(),
         Value::Number(number) => match number.as_i64() {
             Some(integer) => integer.to_string(),
             None => number.as_f64().map_or_else(|| number.to_string(), |number| number.to_string()),
@@ -505,6 +502,20 @@ mod tests {
         }
     }
 
+    /// `querl plugin test` and the other kits read the same table.
+    #[test]
+    fn results_and_failures_have_the_forms_of_all_kits() {
+        for line in include_str!("../../../testdata/golden.jsonl").lines() {
+            let vector: Value = serde_json::from_str(line).unwrap();
+            let error = one(&vector["case"].to_string()).err();
+            match (vector["error"].as_str(), &error) {
+                (None, None) => {}
+                (Some(expected), Some(error)) if error.contains(expected) => {}
+                _ => panic!("{line}: {error:?}"),
+            }
+        }
+    }
+
     /// Regression: `querl plugin test` refused a case that passed here.
     #[test]
     fn a_text_is_no_number() {
@@ -512,6 +523,33 @@ mod tests {
         let expected =
             "the plugin refuses its settings: setting `scale`: expected a number from 0 to 10, got `\"0.5\"`";
         assert_eq!(panic_of(|| _ = cases(&[&line]).reward::<TopHit>()), expected);
+    }
+
+    /// Regression: as above.
+    #[test]
+    fn a_number_is_no_text() {
+        struct Worded;
+
+        impl Filter for Worded {
+            fn new(settings: &Settings) -> Result<Self, SettingError> {
+                settings.text("word", "鱼油");
+                Ok(Self)
+            }
+
+            fn check(&mut self, _: &Sample) -> Verdict {
+                Verdict::Keep
+            }
+        }
+        let filter = |word: &str| {
+            let sample = r#"{"original_query": "a", "rewritten_query": "b"}"#;
+            let line = format!(
+                r#"{{"name": "a", "samples": [{sample}], "settings": {{"word": {word}}}, "expect": ["keep"]}}"#
+            );
+            _ = cases(&[&line]).filter::<Worded>();
+        };
+        filter("\"40\"");
+        let expected = "the plugin refuses its settings: setting `word`: expected a text, got 40";
+        assert_eq!(panic_of(|| filter("40")), expected);
     }
 
     #[test]

@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 
 const TOLERANCE: f64 = 1e-9;
 
-/// The record types of a program that runs golden cases, and their conversions from JSON. Missing ids are filled in before the conversion.
+/// The record types of a program that runs golden cases, and their conversions from JSON. Missing ids and messages of failures are filled in
+/// before the conversion.
 pub trait GoldenTypes {
     /// Type of a plugin's settings.
     type Settings;
@@ -313,7 +314,12 @@ fn parse_case<T: GoldenTypes>(line: &str) -> Result<GoldenCase<T>, String> {
 
 fn calls<T: GoldenTypes>(fields: &mut Fields) -> Result<Vec<T::Call>, String> {
     let calls: Vec<Value> = fields.optional("calls")?.unwrap_or_default();
-    let call = |(call, number): (Value, usize)| T::call(call).map_err(|error| format!("`calls` {number}: {error}"));
+    let call = |(mut call, number): (Value, usize)| {
+        if let Some(failed) = call.pointer_mut("/response/Err/failed") {
+            complete_failure(failed, &format!("calls {number}.response.Err.failed"))?;
+        }
+        T::call(call).map_err(|error| format!("`calls` {number}: {error}"))
+    };
     calls.into_iter().zip(1..).map(call).collect()
 }
 
@@ -321,7 +327,7 @@ fn body<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>
     let has = |key: &str| fields.unread.contains_key(key);
     match () {
         () if has("episode") => {
-            let episode = T::episode(with_id(fields.take("episode")?, name))?;
+            let episode = episode::<T>(fields.take("episode")?, name, "episode")?;
             Ok(GoldenBody::Reward(Box::new(episode), score(fields)?))
         }
         () if has("episodes") => group(fields, name),
@@ -358,6 +364,64 @@ fn with_id(mut value: Value, id: &str) -> Value {
     value
 }
 
+fn episode<T: GoldenTypes>(value: Value, id: &str, path: &str) -> Result<T::Episode, String> {
+    let mut value = with_id(value, id);
+    for (side, key, result) in [
+        ("policy", "retrieval", "hits"),
+        ("policy", "judgement", "scored"),
+        ("baseline", "retrieval", "hits"),
+        ("baseline", "judgement", "scored"),
+    ] {
+        if let Some(value) = value.get_mut(side).and_then(|side| side.get_mut(key)) {
+            complete_result(value, result, &format!("{path}.{side}.{key}"))?;
+        }
+    }
+    T::episode(value)
+}
+
+/// Kinds of failures of external calls.
+const FAILURES: [&str; 8] = [
+    "timeout",
+    "unreachable",
+    "unauthorized",
+    "rejected",
+    "rate_limited",
+    "server_error",
+    "invalid_response",
+    "not_recorded",
+];
+
+/// Checks the form of a result of an external call, because errors of serde do not name its place, and fills in the message of a failure.
+/// The key `result` has the result of a success.
+fn complete_result(value: &mut Value, result: &str, path: &str) -> Result<(), String> {
+    let key = value.as_object().filter(|fields| fields.len() == 1).and_then(|fields| fields.keys().next());
+    match key.map(String::as_str) {
+        Some("failed") => complete_failure(&mut value["failed"], &format!("{path}.failed")),
+        Some(key) if key == result => Ok(()),
+        None if value.is_null() || *value == "not_sampled" && result == "scored" => Ok(()),
+        _ => Err(format!("`{path}` is {value}; expected an object with `{result}` or with `failed`")),
+    }
+}
+
+fn complete_failure(failure: &mut Value, path: &str) -> Result<(), String> {
+    let Some(fields) = failure.as_object() else {
+        return Err(format!("`{path}` is {failure}; expected an object"));
+    };
+    if let Some(key) = fields.keys().find(|key| !["kind", "message"].contains(&key.as_str())) {
+        return Err(format!("unknown key `{key}` in `{path}`, expected one of `kind`, `message`"));
+    }
+    let kind = &failure["kind"];
+    if !kind.as_str().is_some_and(|kind| FAILURES.contains(&kind)) {
+        return Err(format!("`{path}.kind` is {kind}; expected one of `{}`", FAILURES.join("`, `")));
+    }
+    match &failure["message"] {
+        Value::Null => failure["message"] = "".into(),
+        Value::String(_) => {}
+        message => return Err(format!("`{path}.message` is {message}; expected a text")),
+    }
+    Ok(())
+}
+
 fn group<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>, String> {
     let episodes: Vec<Value> = fields.take("episodes")?;
     let numbered = episodes.into_iter().enumerate().map(|(index, mut episode)| {
@@ -365,7 +429,7 @@ fn group<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T
             fields.entry("sample_index").or_insert_with(|| index.into());
             fields.entry("group_id").or_insert_with(|| name.into());
         }
-        T::episode(with_id(episode, &format!("{name}/{index}")))
+        self::episode::<T>(episode, &format!("{name}/{index}"), &format!("episodes {}", index + 1))
     });
     let episodes: Vec<T::Episode> = numbered.collect::<Result<_, _>>()?;
     let expected: Vec<ExpectForm> = fields.take("expect")?;

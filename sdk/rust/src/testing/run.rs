@@ -18,11 +18,14 @@ impl<T> Configured<T> {
     /// Panics if the plugin refuses the settings, or does not read one of them.
     #[track_caller]
     fn new(settings: Settings, make: fn(&Settings) -> Result<T, SettingError>) -> Self {
-        if let Err(error) = make(&settings) {
+        if let Some(error) = make(&settings).err().or_else(|| settings.not_text()) {
             panic!("the plugin refuses its settings: {error}");
         }
         if let Some(key) = settings.unread().first() {
-            panic!("the plugin knows no setting `{key}`: its `new` does not read it");
+            let known = Settings::recorded(|settings| _ = make(settings));
+            let known: Vec<String> = known.iter().map(|setting| format!("`{}`", setting.key)).collect();
+            let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+            panic!("the plugin knows no setting `{key}`: its `new` reads {known}");
         }
         Self { settings, make }
     }

@@ -96,7 +96,7 @@ fn settings_are_checked_as_the_host_checks_them() {
     let with = |key: &'static str, text: &'static str| {
         panic_of(move || _ = reward::<Odd>(Settings::from_pairs([(key, text)])))
     };
-    assert_eq!(with("knwon", "1"), "the plugin knows no setting `knwon`: its `new` does not read it");
+    assert_eq!(with("knwon", "1"), "the plugin knows no setting `knwon`: its `new` reads `known`");
     let refused = "the plugin refuses its settings: setting `known`: expected a number from 0 to 1, got `2`";
     assert_eq!(with("known", "2"), refused);
 }

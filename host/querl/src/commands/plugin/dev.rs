@@ -146,7 +146,7 @@ impl Job {
             }
             (None, true) => {
                 let GoldenEpisodes { episodes, n_left_out } =
-                    golden_episodes(&args.folder, &manifest.plugin.golden).map_err(Stop::usage)?;
+                    golden_episodes(&args.folder, &manifest).map_err(Stop::usage)?;
                 if episodes.is_empty() {
                     let message = "golden/ has no case without settings; name recorded episodes with --episodes: a run folder, or a \
                                    file of episodes (JSON lines)";

@@ -53,7 +53,7 @@ pub struct ReplayArgs {
     /// Only the first N episodes
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     limit: Option<u64>,
-    /// Episodes shown one by one
+    /// Queries shown one by one, each with its largest change
     #[arg(long, value_name = "N", default_value_t = 20)]
     show: usize,
     /// Print, instead of the comparison, what the plugin logs for each episode, and the host functions that it called in the run
