@@ -3,7 +3,7 @@
 use crate::bootstrap::{Bootstrap, Interval};
 use crate::error::EvalError;
 use crate::evaluation::FEW_GROUPS;
-use crate::metric::{Metric, answer, failure_code, hits, lacks_teacher};
+use crate::metric::{Metric, answer, failure_code, hits, is_left_out};
 use crate::table::blocks;
 use crate::text::printable;
 use querl_core::records::{EvalRecord, Judgement, SystemAnswer};
@@ -296,13 +296,8 @@ fn has_equal_rewrites(records: [&EvalRecord; 2]) -> bool {
 
 /// True if a call or plugin of the second system failed: its value is then unknown instead of the worst one.
 fn is_reference_failed(metric: Metric, [first, second]: [&EvalRecord; 2]) -> bool {
-    match &second.outcome {
-        Err(_) => lacks_teacher(second),
-        Ok(answer) => {
-            let has_value = |record: &EvalRecord| metric.value(record).is_some();
-            answer.candidate.retrieval_failure().is_some() || (has_value(first) && !has_value(second))
-        }
-    }
+    let has_value = |record: &EvalRecord| metric.value(record).is_some();
+    is_left_out([first, second]) || (second.outcome.is_ok() && has_value(first) && !has_value(second))
 }
 
 /// The reason why a record has the worst value: no rewrite, or a failed call. A response that cannot be parsed counts as a blank rewrite.
