@@ -110,7 +110,7 @@ pub fn plan(
             querl_model::set_threads(config.threads);
             querl_model::check_weights(&config.model.path).map_err(Stop::of_model)?;
             let passages: Vec<&str> = inputs.passages.iter().map(String::as_str).collect();
-            Some(base_loss(&config.model, inputs.train(), &passages)?)
+            Some(base_loss(config, inputs.train(), &passages)?)
         }
     };
     let changed_since_data = changed(config, &dir, run.as_ref(), has_dataset);

@@ -105,11 +105,11 @@ impl RolloutFacts {
                 "rollout",
                 Level::Bad,
                 finding,
-                "look at retrieval and judge: `querl rag check`, judge.kind",
+                "check the services: `querl rag check CONFIG`, and judge.kind",
             );
         };
         let finding = format!(
-            "{} queries with {} samples of {}: mean reward {reward:.3}, deviation within groups {deviation:.3}, {} of groups without variance, {} distinct, {} repetitive, {} without a rewrite, {} truncated",
+            "{} queries with {} samples each of the policy `{}`: mean reward {reward:.3}, standard deviation within the samples of a query {deviation:.3}, {} of queries with equal rewards; {} of rewrites distinct, {} repetitive, {} of responses without a rewrite, {} truncated",
             self.n_groups,
             self.n_samples / self.n_groups.max(1),
             self.policy,
@@ -134,9 +134,15 @@ impl RolloutFacts {
                 "rewards do not distinguish samples: add a graded reward, raise rl.temperature, or use PPO with a critic",
             )
         } else if self.zero_variance_share >= WEAK_SHARE {
-            (Level::Weak, "raise rl.n_samples or rl.temperature: groups without variance teach GRPO and RLOO nothing")
+            (
+                Level::Weak,
+                "raise rl.n_samples or rl.temperature: a query with equal rewards teaches GRPO and RLOO nothing",
+            )
         } else if self.dropped_share > WEAK_SHARE {
-            (Level::Weak, "many samples cannot be scored: look at the failures of retrieval and judge")
+            (
+                Level::Weak,
+                "many samples cannot be scored: check retrieval and judge (`querl rag check CONFIG`, judge.kind)",
+            )
         } else {
             (Level::Ok, "nothing to do: samples of a query get different rewards")
         };
@@ -153,7 +159,7 @@ impl RolloutFacts {
         if !is_noise || fail || (own.level == Level::Ok && self.policy != BASE) {
             return own;
         }
-        let action = "see the line `base model` first: a base that is noise writes such responses";
+        let action = "see the line `base model` first: a base that does not know the language writes such responses";
         Advice::new("rollout", own.level.max(Level::Unknown), own.finding, action)
     }
 }
