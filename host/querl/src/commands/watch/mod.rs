@@ -32,7 +32,7 @@ pub struct WatchArgs {
     /// The run folder
     #[arg(value_name = "DIR")]
     dir: PathBuf,
-    /// Print the display once to stdout, and end
+    /// Print the display once as plain text and exit, as without a terminal (a pipe, a file)
     #[arg(long)]
     once: bool,
     /// Width of the printed display in columns
