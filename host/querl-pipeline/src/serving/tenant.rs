@@ -38,7 +38,9 @@ impl ServedRun {
     pub(super) fn warn_unfinished(&self, what: &str) {
         if self.stage == StageName::Sft && self.dir.rl().exists() {
             let folder = self.dir.root().display();
-            tracing::warn!("{folder}: the stage `rl` is not finished; the model of `sft` is {what}");
+            tracing::warn!(
+                "{folder}: the stage `rl` is not finished; the model of `sft` is {what}; `querl run CONFIG` finishes `rl`"
+            );
         }
     }
 
@@ -66,7 +68,7 @@ impl ServedRun {
                     dir.sft().display()
                 ),
                 false => {
-                    format!("{}: no model was trained here yet; finish `querl sft` or `querl rl`", folder.display())
+                    format!("{}: no model was trained here yet; run `querl run CONFIG`", folder.display())
                 }
             })
         })?;
