@@ -58,8 +58,7 @@ impl RewardEnvironment {
         let ledger = Ledger::open(&run.dir.stages())?;
         // Of an unfinished stage, the existing rows are used.
         let check = |stage: StageName, path: &Path| {
-            let finished = ledger.entry(stage.as_str()).filter(|entry| entry.finished);
-            finished.map_or(Ok(()), |entry| entry.outputs.check(run.dir.root(), stage, path))
+            ledger.finished(stage).map_or(Ok(()), |entry| entry.outputs.check(run.dir.root(), stage, path))
         };
         let mut rows = HashMap::new();
         for split in Split::ALL {

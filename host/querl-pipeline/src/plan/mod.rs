@@ -267,9 +267,7 @@ pub fn summary(config: &Config) -> anyhow::Result<Vec<Advice>> {
 /// Logs what the [`summary`] finds, unless a stage of the run is finished: as a warning what makes a gain less likely. Errors are ignored here,
 /// since the stages report them. `path`: the configuration file, for the command that says what to do.
 pub fn log_summary(config: &Config, path: &Path) {
-    let has_finished_stage = |ledger: Ledger| {
-        StageName::ALL.into_iter().any(|stage| ledger.entry(stage.as_str()).is_some_and(|entry| entry.finished))
-    };
+    let has_finished_stage = |ledger: Ledger| StageName::ALL.into_iter().any(|stage| ledger.finished(stage).is_some());
     if Ledger::open(&RunDir::new(&config.output_dir).stages()).is_ok_and(has_finished_stage) {
         return;
     }

@@ -179,7 +179,7 @@ pub(super) fn trial_rollout(run: &Run, train: &[DatasetRow]) -> anyhow::Result<R
 fn sample(run: &Run, rows: &[DatasetRow]) -> anyhow::Result<(&'static str, Vec<Vec<PolicyResponse>>)> {
     let config = &run.config;
     let ledger = Ledger::open(&run.dir.stages())?;
-    let is_trained = ledger.entry(StageName::Sft.as_str()).is_some_and(|entry| entry.finished);
+    let is_trained = ledger.finished(StageName::Sft).is_some();
     let base = match is_trained {
         true => Base::of(config, &run.dir, StageName::Sft)?,
         false => Base { model: config.model.path.clone(), adapter: None },

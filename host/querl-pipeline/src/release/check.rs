@@ -151,10 +151,9 @@ impl Evaluated {
     fn read(run: &ServedRun, identities: &mut IdentityReader) -> anyhow::Result<Self> {
         let (dir, name) = (&run.dir, run.dir.root().display().to_string());
         let ledger = Ledger::open(&dir.stages())?;
-        let entry = ledger.entry(StageName::Eval.as_str()).filter(|entry| entry.finished);
-        let not_evaluated =
-            || Stop::usage(format!("{name}: not evaluated yet; run `querl eval CONFIG` first, or `querl run CONFIG`"));
-        let entry = entry.ok_or_else(not_evaluated)?;
+        let entry = ledger.finished(StageName::Eval).ok_or_else(|| {
+            Stop::usage(format!("{name}: not evaluated yet; run `querl eval CONFIG` first, or `querl run CONFIG`"))
+        })?;
         entry.outputs.check(dir.root(), StageName::Eval, &dir.eval_records())?;
         // An evaluation of an earlier checkpoint, or with other decoding settings, does not apply to this model.
         let mut now = run.checkpoint_inputs()?;

@@ -169,7 +169,7 @@ impl Snapshot {
         }
         let ledger = Ledger::open(&dir.stages())?;
         let outdated = report::outdated(&ledger);
-        let state = |stage: StageName| match ledger.entry(stage.as_str()) {
+        let state = |stage: StageName| match ledger.entry(stage) {
             None => StageState::NotBegun,
             Some(_) if stage == StageName::Eval && outdated.is_some() => StageState::Outdated,
             Some(entry) if entry.finished => StageState::Finished,
