@@ -7,7 +7,7 @@ use crate::metric::{Metric, answer, failure_code, hits, is_left_out};
 use crate::table::blocks;
 use crate::text::printable;
 use querl_core::records::{EvalRecord, Judgement, SystemAnswer};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
@@ -38,7 +38,7 @@ pub struct ComparisonOptions {
 }
 
 /// Conclusion from the 95% interval of the difference.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ComparisonVerdict {
     /// Non-inferior: the interval excludes a loss above the margin.

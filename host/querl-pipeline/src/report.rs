@@ -2,6 +2,7 @@
 
 use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
+use crate::files::{write_json, write_text};
 use crate::ledger::{Ledger, PART, StageName, listing, rows_of};
 use crate::pooling::{Pooling, differences, listed};
 use crate::run_logs::whole_metrics;
@@ -9,7 +10,6 @@ use crate::stages::{funnel, leaks, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
 use querl_core::config::{Config, RerankKind, RetrievalConfig, RetrievalKind, load_resolved};
-use querl_core::fsx::write_atomic;
 use querl_core::records::{EvalRecord, Split};
 use querl_core::run_dir::RunDir;
 use querl_eval::{
@@ -99,11 +99,8 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
         calls: &spending::report_lines(dir)?,
         n_examples: config.eval.n_examples,
     })?;
-    let mut json = serde_json::to_vec_pretty(&evaluation).context("the evaluation has no JSON form")?;
-    json.push(b'\n');
-    for (path, bytes) in [(dir.eval(), json), (dir.report(), html.into_bytes())] {
-        write_atomic(&path, &bytes).with_context(|| format!("{}: cannot be written", path.display()))?;
-    }
+    write_json(&dir.eval(), &evaluation)?;
+    write_text(&dir.report(), &html)?;
     Ok(Reported { table: table(&shown, &facts), evaluation })
 }
 

@@ -4,7 +4,7 @@ mod inputs;
 mod outputs;
 
 use crate::failure::Stop;
-use anyhow::Context;
+use crate::files::write_json;
 pub(crate) use inputs::{FORMS_OF_EDITS, INDEX, Inputs, is_of_model};
 pub(crate) use outputs::{FileDigest, Outputs};
 use querl_core::fsx::{self, ReadError, read_jsonl};
@@ -227,9 +227,7 @@ impl Ledger {
             Some(entry) => self.contents.stages.insert(stage.to_string(), entry),
             None => self.contents.stages.remove(stage.as_str()),
         };
-        let mut text = serde_json::to_vec_pretty(&self.contents).context("the ledger has no JSON form")?;
-        text.push(b'\n');
-        fsx::write_atomic(&self.path, &text).with_context(|| format!("{}: cannot be written", self.path.display()))
+        write_json(&self.path, &self.contents)
     }
 }
 

@@ -27,9 +27,8 @@ use crate::failure::Stop;
 use crate::hub_name;
 use crate::ledger::{Ledger, StageName, listing};
 use crate::report::win_rate_note;
-use crate::run::{Run, outside_for_scoring};
+use crate::run::{Run, async_runtime, outside_for_scoring};
 use crate::stages::changed_since_data;
-use anyhow::Context;
 use inputs::PlanInputs;
 use lookups::LookedUp;
 use loss::{base_loss, spread};
@@ -148,11 +147,7 @@ fn look_up(config: &Config, inputs: &PlanInputs, run: Option<&Run>) -> anyhow::R
     if let Some(run) = run {
         return look_up_in(config, inputs, &run.outside, &run.runtime);
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .context("cannot start the async runtime (tokio)")?;
-    look_up_in(config, inputs, &outside_for_scoring(config)?, &runtime)
+    look_up_in(config, inputs, &outside_for_scoring(config)?, &async_runtime()?)
 }
 
 /// Runs retrieval; paid calls are recorded, also after a failure.

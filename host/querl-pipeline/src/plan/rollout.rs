@@ -4,7 +4,7 @@
 use super::advice::{Advice, Level, mean, percent, share};
 use super::comparison::standard_deviation;
 use super::loss::spread;
-use crate::environment::{Baselines, Judging, RowColumns, ScoreRequest, Scorer, Services};
+use crate::environment::{Baselines, Judging, RowColumns, ScoreRequest};
 use crate::ledger::{Ledger, StageName, rows_of};
 use crate::run::Run;
 use crate::training::Base;
@@ -17,7 +17,6 @@ use querl_model::{
 use querl_train::rl;
 use serde::Serialize;
 use std::collections::HashSet;
-use std::time::Duration;
 
 /// Number of queries of the trial rollout.
 pub(super) const N_QUERIES: usize = 8;
@@ -222,9 +221,7 @@ fn sample(run: &Run, rows: &[DatasetRow]) -> anyhow::Result<(&'static str, Vec<V
 /// Scores all responses as one batch, as in training, because rewards may compare the samples of a group.
 fn score(run: &Run, rows: &[DatasetRow], responses: &[Vec<PolicyResponse>]) -> anyhow::Result<Vec<SampledGroup>> {
     run.plugins.check_style()?;
-    let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
-    let services = Services { deadline, ..run.services()? }.read_by_rewards();
-    let scorer = Scorer::new(services, run.runtime.handle().clone());
+    let scorer = run.reward_scorer()?;
     let columns = RowColumns::read(scorer.rewards(), &run.config.data, rows)?;
     let baselines = Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind);
     let judging = Judging::of(&run.config.judge);

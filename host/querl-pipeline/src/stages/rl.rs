@@ -2,9 +2,7 @@
 
 use super::stage::{self, Done, Stage, has_content, remove};
 use super::{leaks, spending};
-use crate::environment::{
-    Baseline, Baselines, EpisodeLog, Judging, Phase, RowColumns, Scorer, Services, TrainingEnvironment,
-};
+use crate::environment::{Baseline, Baselines, EpisodeLog, Judging, Phase, RowColumns, TrainingEnvironment};
 use crate::failure::ending;
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
@@ -24,7 +22,6 @@ use querl_train::job::memory_plan::{MemoryRequest, PlannedStage};
 use querl_train::job::{Callbacks, Environments, Failure, FailureKind, JobError, RlJob};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 /// Keys that do not change the result.
 const WITHOUT_EFFECT: [&str; 5] = ["pipeline_parts", "save_steps", "save_interval_s", "save_total_limit", "record"];
@@ -140,10 +137,7 @@ impl Stage for Rl {
             self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, arithmetic);
         let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
         let baselines = Arc::new(Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind));
-        let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
-        let services = Services { deadline, ..run.services()? }.read_by_rewards();
-        let scorer = Arc::new(Scorer::new(services, run.runtime.handle().clone()));
-        let log = Arc::new(log);
+        let (scorer, log) = (Arc::new(run.reward_scorer()?), Arc::new(log));
         let environment = |rows: &[DatasetRow], phase| -> anyhow::Result<TrainingEnvironment> {
             Ok(TrainingEnvironment {
                 columns: RowColumns::read(scorer.rewards(), &run.config.data, rows)?,
