@@ -284,6 +284,7 @@ fn planned(rl: &RlConfig, n_rows: usize) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::serving::deployment::MINIMAL_CONFIG;
     use querl_train::TrainError;
 
     #[test]
@@ -301,9 +302,8 @@ mod tests {
     /// Symptom: RL on a recorded teacher that lacked half of the rows ended with `baseline_missing` alone.
     #[test]
     fn rows_without_a_baseline_are_counted_with_their_file_and_what_to_do() {
-        let toml = "tenant = 'a'\n[data]\n[teacher]\nkind = 'recorded'\npath = 'teacher.jsonl'\n[model]\npath = 'm'\n[retrieval]\nkind = 'none'\n\
-                    [plugins]\nprompt = { path = 'p' }\nrewards = [{ path = 'r' }]\n";
-        let config: Config = toml::from_str(toml).unwrap();
+        let mut config: Config = toml::from_str(MINIMAL_CONFIG).unwrap();
+        config.teacher.path = Some("teacher.jsonl".into());
         let of = |reason: &str, lacking| {
             let error = TrainError::DropRate {
                 step: 0,
