@@ -3,11 +3,11 @@
 use crate::bootstrap::{Bootstrap, Interval};
 use crate::error::EvalError;
 use crate::evaluation::FEW_GROUPS;
-use crate::metric::{Metric, answer, failure_code, hits, lacks_teacher};
+use crate::metric::{Metric, answer, failure_code, hits, is_left_out};
 use crate::table::blocks;
 use crate::text::printable;
 use querl_core::records::{EvalRecord, Judgement, SystemAnswer};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
@@ -38,7 +38,7 @@ pub struct ComparisonOptions {
 }
 
 /// Conclusion from the 95% interval of the difference.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ComparisonVerdict {
     /// Non-inferior: the interval excludes a loss above the margin.
@@ -296,13 +296,8 @@ fn has_equal_rewrites(records: [&EvalRecord; 2]) -> bool {
 
 /// True if a call or plugin of the second system failed: its value is then unknown instead of the worst one.
 fn is_reference_failed(metric: Metric, [first, second]: [&EvalRecord; 2]) -> bool {
-    match &second.outcome {
-        Err(_) => lacks_teacher(second),
-        Ok(answer) => {
-            let has_value = |record: &EvalRecord| metric.value(record).is_some();
-            answer.candidate.retrieval_failure().is_some() || (has_value(first) && !has_value(second))
-        }
-    }
+    let has_value = |record: &EvalRecord| metric.value(record).is_some();
+    is_left_out([first, second]) || (second.outcome.is_ok() && has_value(first) && !has_value(second))
 }
 
 /// The reason why a record has the worst value: no rewrite, or a failed call. A response that cannot be parsed counts as a blank rewrite.

@@ -125,16 +125,25 @@ pub(crate) fn hits(record: &EvalRecord) -> Option<&[Hit]> {
 pub(crate) fn failure_code(record: &EvalRecord) -> Option<String> {
     match &record.outcome {
         Err(rejection) => Some(rejection.code.clone()),
-        Ok(answer) => answer.candidate.retrieval_failure().map(|failure| format!("retrieval {}", failure.kind)),
+        Ok(answer) => {
+            answer.candidate.retrieval_failure().map(|failure| format!("{RETRIEVAL_FAILED} {}", failure.kind))
+        }
     }
 }
 
 /// Code of the rejection of a query that the teacher has no rewrite of: it is missing from a recording, or the call failed.
 pub(crate) const TEACHER_FAILED: &str = "teacher_failed";
 
-/// True if this is a record of the teacher without a rewrite.
-pub(crate) fn lacks_teacher(record: &EvalRecord) -> bool {
-    matches!(&record.outcome, Err(rejection) if rejection.code == TEACHER_FAILED)
+/// First word of the code of a failed retrieval.
+pub(crate) const RETRIEVAL_FAILED: &str = "retrieval";
+
+/// True if paired differences (first minus second system) leave a query out, in reports and in release checks: the teacher has no rewrite of
+/// it, or retrieval failed for the second system, whose miss would be a gain of the first. A failure of the first system counts as its miss.
+pub(crate) fn is_left_out([first, second]: [&EvalRecord; 2]) -> bool {
+    let lacks_teacher =
+        |record: &EvalRecord| matches!(&record.outcome, Err(rejection) if rejection.code == TEACHER_FAILED);
+    let retrieval_failed = answer(second).is_some_and(|answer| answer.candidate.retrieval_failure().is_some());
+    lacks_teacher(first) || lacks_teacher(second) || retrieval_failed
 }
 
 /// 1 / position of the first gold passage among the hits; 0 where there is none or the record failed; `None` without gold passages

@@ -3,7 +3,7 @@
 use crate::bootstrap::Interval;
 use crate::evaluation::{Controls, Difference, Evaluation, SecondEvaluation, SeedsEvaluation, StyleEvaluation, Styles};
 use crate::facts::RunFacts;
-use crate::metric::{Metric, TEACHER_FAILED};
+use crate::metric::{Metric, RETRIEVAL_FAILED, TEACHER_FAILED};
 use crate::text::{one_line, or_dash, printable, wrapped};
 use crate::verdict::first_paragraph;
 use std::collections::{BTreeMap, BTreeSet};
@@ -291,11 +291,17 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
             // Codes are plugin text: a line break could imitate a line of the table.
             let reasons: Vec<String> =
                 system.failures.iter().map(|(code, n)| format!("{} {n}", one_line(code))).collect();
-            let n_without = system.failures.get(TEACHER_FAILED).copied().unwrap_or(0);
-            let pairs = match n_without {
-                0 => String::new(),
-                n => format!("; its pairs leave out the {n} without a rewrite"),
+            let n_of = |prefix: &str| -> usize {
+                system.failures.iter().filter(|(code, _)| code.starts_with(prefix)).map(|(_, n)| n).sum()
             };
+            let mut pairs = String::new();
+            if n_of(TEACHER_FAILED) > 0 {
+                pairs += &format!("; its pairs leave out the {} without a rewrite", n_of(TEACHER_FAILED));
+            }
+            if n_of(RETRIEVAL_FAILED) > 0 {
+                pairs +=
+                    &format!("; differences from it leave out the {} whose retrieval failed", n_of(RETRIEVAL_FAILED));
+            }
             format!(
                 "failed: {name} on {} of {total} ({}); misses for top-1 and MRR, left out of the other means{pairs}",
                 system.n_failed,

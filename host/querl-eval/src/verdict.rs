@@ -61,7 +61,9 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
     };
     let has_rivals = |metric: &Metric| RIVALS.iter().any(|(rival, _)| found(rival, *metric).is_some());
     let Some(metric) = DECISIVE.into_iter().find(has_rivals) else { return Vec::new() };
-    let first = format!("By {}, RL {}.", metric.label(), comparisons(metric, &|rival: &str| found(rival, metric)));
+    let compared = comparisons(metric, &|rival: &str| found(rival, metric));
+    // The brackets are explained once.
+    let first = format!("By {}, RL {}.", metric.label(), compared.replacen(" [", ", 95% interval [", 1));
     let second = evaluation.second_retrieval.as_ref();
     let on_second = |rival: &str| {
         second.and_then(|second| second.pairs.get(&format!("rl-{rival}"))?.get(&Metric::Top1).copied().flatten())
@@ -207,7 +209,7 @@ mod tests {
         let sentences =
             rl_verdict(&evaluation(Metric::Top1, [Better, NotShown, Worse], Some([Better, Worse, Missing])));
         let expected = [
-            "By top-1 %, RL is better than the raw queries (+20.0 [+10.0, +30.0]), is not shown to differ from SFT \
+            "By top-1 %, RL is better than the raw queries (+20.0, 95% interval [+10.0, +30.0]), is not shown to differ from SFT \
              (+1.0 [-10.0, +12.0]), and is worse than the teacher (-20.0 [-30.0, -10.0]).",
             "On a second retriever (lexical), not used in training, RL is better than the raw queries \
              (+20.0 [+10.0, +30.0]), is worse than SFT (-20.0 [-30.0, -10.0]), and was not compared with the teacher.",
@@ -235,7 +237,10 @@ mod tests {
     #[test]
     fn without_gold_passages_another_metric_decides() {
         let by = |metric| rl_verdict(&evaluation(metric, [Better, Better, Missing], None)).swap_remove(0);
-        assert!(by(Metric::Top1Score).starts_with("By top-1 score, RL is better than the raw queries (+0.200 ["));
+        assert!(
+            by(Metric::Top1Score)
+                .starts_with("By top-1 score, RL is better than the raw queries (+0.200, 95% interval [")
+        );
         assert!(by(Metric::JudgeScore).starts_with("By judge (0-5), RL "));
         assert!(by(Metric::Reward).ends_with(", and was not compared with the teacher."));
     }
@@ -277,8 +282,7 @@ mod tests {
         };
         let said = of(NotShown);
         assert!(
-            said[0]
-                .contains("(+20.0 [+10.0, +30.0]), is not shown to differ from the queries with their history (+1.0 [")
+            said[0].contains("[+10.0, +30.0]), is not shown to differ from the queries with their history (+1.0 [")
         );
         let expected =
             "It is not shown that RL earned its cost: it adds to SFT, but not shown to the queries with their history.";

@@ -31,8 +31,11 @@ fn record(id: &str, group: &str, outcome: &str) -> EvalRecord {
         gold_ids: vec!["g".into()],
         group: group.into(),
     };
-    let failed = || Rejection::by_host("teacher_failed", "timeout".to_owned());
-    EvalRecord { system: "rl".into(), query, outcome: if outcome == "failed" { Err(failed()) } else { Ok(answer) } }
+    let outcome = match outcome {
+        "teacher_failed" | "rejected" => Err(Rejection::by_host(outcome, "timeout".to_owned())),
+        _ => Ok(answer),
+    };
+    EvalRecord { system: "rl".into(), query, outcome }
 }
 
 fn records(outcomes: impl Fn(usize) -> &'static str, n: usize) -> Vec<EvalRecord> {
@@ -65,8 +68,7 @@ fn a_clear_gain_passes_and_a_clear_loss_does_not() {
 #[test]
 fn a_failure_is_a_loss_of_the_first_side_and_not_left_out() {
     let good = records(|_| "gold", 60);
-    for (outcome, code) in [("unreadable", "no_rewrite"), ("failed", "teacher_failed"), ("outage", "retrieval timeout")]
-    {
+    for (outcome, code) in [("unreadable", "no_rewrite"), ("rejected", "rejected"), ("outage", "retrieval timeout")] {
         let failing = records(|index| if index % 2 == 0 { outcome } else { "gold" }, 60);
         let found = compared(&failing, &good, 0.0);
         assert_eq!((found.verdict, found.n, found.means[0]), (ComparisonVerdict::Lost, 60, 0.5));
@@ -81,7 +83,7 @@ fn a_failure_is_a_loss_of_the_first_side_and_not_left_out() {
 #[test]
 fn an_outage_of_the_second_side_is_left_out_and_no_gain() {
     let poor = records(|_| "other", 60);
-    for outcome in ["outage", "failed"] {
+    for outcome in ["outage", "teacher_failed"] {
         let failing = records(|index| if index < 40 { outcome } else { "gold" }, 60);
         let found = compared(&poor, &failing, 0.0);
         assert_eq!((found.verdict, found.n, found.n_reference_failed), (ComparisonVerdict::Lost, 20, 40));

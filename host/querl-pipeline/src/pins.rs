@@ -300,7 +300,7 @@ mod tests {
 
         fn begin(&self) {
             let entry = crate::ledger::Entry::begun(Default::default());
-            Ledger::open(&self.dir().stages()).unwrap().put("rewrite", entry).unwrap();
+            Ledger::open(&self.dir().stages()).unwrap().put(crate::ledger::StageName::Rewrite, entry).unwrap();
         }
 
         fn pin(&self, used: &[Used], on_change: OnPluginChange) -> Result<(), String> {

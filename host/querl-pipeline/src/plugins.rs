@@ -644,6 +644,7 @@ fn distinct_labels(ids: &[&str]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::serving::deployment::MINIMAL_CONFIG;
 
     #[test]
     fn a_secret_is_found_wherever_it_stands() {
@@ -660,16 +661,10 @@ mod tests {
 
     #[test]
     fn a_reward_that_requires_judgements_is_refused_where_no_episode_is_judged() {
-        let config = |judge: &str| -> Config {
-            let toml = format!(
-                "tenant = 'a'\n[data]\ninput = 'a.csv'\n[teacher]\nkind = 'recorded'\npath = 'a.jsonl'\n[model]\npath = 'm'\n[retrieval]\n\
-                 kind = 'none'\n[judge]\n{judge}\n[plugins]\nprompt = {{ path = 'p' }}\nrewards = [{{ path = 'r' }}]\n"
-            );
-            toml::from_str(&toml).unwrap()
-        };
         let check = |judge: &str, judgement: InputUse| {
+            let config: Config = toml::from_str(&format!("{MINIMAL_CONFIG}\n[judge]\n{judge}\n")).unwrap();
             let inputs = EpisodeInputs { judgement, ..EpisodeInputs::default() };
-            check_inputs(&config(judge), "plugins.rewards[0]", "a", inputs).map_err(|error| error.to_string())
+            check_inputs(&config, "plugins.rewards[0]", "a", inputs).map_err(|error| error.to_string())
         };
         let refused = check("kind = 'rubric'\nsample_rate = 0", InputUse::Required).unwrap_err();
         let expected = "plugins.rewards[0]: plugin a requires the input `judgement`, and judge.sample_rate is 0: no training episode is \

@@ -65,7 +65,7 @@ pub(crate) fn differences(one: &RunDir, other: &RunDir) -> anyhow::Result<Vec<Ru
     let sides = [Side::read(one)?, Side::read(other)?];
     let mut found = Vec::new();
     for stage in StageName::ALL {
-        match sides.each_ref().map(|side| side.finished(stage)) {
+        match sides.each_ref().map(|side| side.ledger.finished(stage)) {
             [Some(one), Some(other)] => {
                 for name in one.inputs.changed_since(&other.inputs).into_iter().filter(|name| is_compared(name)) {
                     let values = [(&sides[0], one), (&sides[1], other)].map(|(side, entry)| side.shown(entry, &name));
@@ -114,10 +114,6 @@ impl Side {
         Ok(Self { ledger: Ledger::open(&dir.stages())?, lock })
     }
 
-    fn finished(&self, stage: StageName) -> Option<&Entry> {
-        self.ledger.entry(stage.as_str()).filter(|entry| entry.finished)
-    }
-
     /// The value of an input; of a plugin also the version, and of a digest the beginning.
     fn shown(&self, entry: &Entry, name: &str) -> String {
         let Some(value) = entry.inputs.get(name) else { return "not set".to_owned() };
@@ -144,7 +140,7 @@ mod tests {
     use querl_core::fsx::digest_hex;
 
     /// A run whose stages have these inputs.
-    fn run(stages: &[(&str, &[(&str, &str)])]) -> (tempfile::TempDir, RunDir) {
+    fn run(stages: &[(StageName, &[(&str, &str)])]) -> (tempfile::TempDir, RunDir) {
         let folder = tempfile::tempdir().unwrap();
         let dir = RunDir::new(folder.path());
         let mut ledger = Ledger::open(&dir.stages()).unwrap();
@@ -153,12 +149,12 @@ mod tests {
             for (name, value) in *values {
                 inputs.text(name, value);
             }
-            ledger.put(stage, Entry { finished: true, ..Entry::begun(inputs) }).unwrap();
+            ledger.put(*stage, Entry { finished: true, ..Entry::begun(inputs) }).unwrap();
         }
         (folder, dir)
     }
 
-    fn found(one: &[(&str, &[(&str, &str)])], other: &[(&str, &[(&str, &str)])]) -> String {
+    fn found(one: &[(StageName, &[(&str, &str)])], other: &[(StageName, &[(&str, &str)])]) -> String {
         let (one, other) = (run(one), run(other));
         listed(&differences(&one.1, &other.1).unwrap())
     }
@@ -174,7 +170,13 @@ mod tests {
             ]
         };
         let (one, other) = (of_seed("1"), of_seed("2"));
-        assert_eq!(found(&[("sft", &one), ("rl", &one)], &[("sft", &other), ("rl", &other)]), "");
+        assert_eq!(
+            found(
+                &[(StageName::Sft, &one), (StageName::Rl, &one)],
+                &[(StageName::Sft, &other), (StageName::Rl, &other)]
+            ),
+            ""
+        );
     }
 
     #[test]
@@ -187,16 +189,24 @@ mod tests {
             &a[..12],
             &b[..12]
         );
-        assert_eq!(found(&[("sft", &one), ("rl", &one)], &[("sft", &other), ("rl", &other)]), expected);
-        assert_eq!(found(&[("sft", &one)], &[]), "the stage sft (finished and not run)");
+        assert_eq!(
+            found(
+                &[(StageName::Sft, &one), (StageName::Rl, &one)],
+                &[(StageName::Sft, &other), (StageName::Rl, &other)]
+            ),
+            expected
+        );
+        assert_eq!(found(&[(StageName::Sft, &one)], &[]), "the stage sft (finished and not run)");
     }
 
     #[test]
     fn a_plugin_has_its_version() {
         let sha = digest_hex(b"component");
         let (one, other) = (format!("{sha} {{}} weight 1"), format!("{} {{}} weight 1", digest_hex(b"other")));
-        let (one, other) =
-            (run(&[("rl", &[("reward plugin 1 (r)", &one)])]), run(&[("rl", &[("reward plugin 1 (r)", &other)])]));
+        let (one, other) = (
+            run(&[(StageName::Rl, &[("reward plugin 1 (r)", &one)])]),
+            run(&[(StageName::Rl, &[("reward plugin 1 (r)", &other)])]),
+        );
         let lock = format!(
             "format = 1\n[[plugin]]\nrole = \"reward\"\nid = \"r\"\nversion = \"0.2.0\"\npath = \"/r\"\nsource = \"component\"\nsha256 = \"{sha}\"\n"
         );

@@ -2,6 +2,7 @@
 
 use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
+use crate::files::{write_json, write_text};
 use crate::ledger::{Ledger, PART, StageName, listing, rows_of};
 use crate::pooling::{Pooling, differences, listed};
 use crate::run_logs::whole_metrics;
@@ -9,7 +10,6 @@ use crate::stages::{funnel, leaks, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
 use querl_core::config::{Config, RerankKind, RetrievalConfig, RetrievalKind, load_resolved};
-use querl_core::fsx::write_atomic;
 use querl_core::records::{EvalRecord, Split};
 use querl_core::run_dir::RunDir;
 use querl_eval::{
@@ -38,18 +38,18 @@ pub struct Names {
 /// The run was not evaluated.
 pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
     let ledger = Ledger::open(&dir.stages())?;
-    let facts = ledger.entry(StageName::Eval.as_str()).filter(|entry| entry.finished).map(|entry| &entry.facts);
+    let facts = ledger.finished(StageName::Eval).map(|entry| &entry.facts);
     let text = |name| facts.and_then(|facts| facts.get(name)).and_then(|value| value.as_str()).map(str::to_owned);
     match (text("teacher"), text("retrieval")) {
         (Some(teacher), Some(retrieval)) => Ok(Names { teacher, judge: text("judge"), retrieval }),
-        _ if ledger.entry(StageName::Eval.as_str()).is_none() && dir.eval_records().exists() => {
+        _ if ledger.entry(StageName::Eval).is_none() && dir.eval_records().exists() => {
             let problem = format!("has no finished eval for {}", dir.eval_records().display());
             let remedy = "put the file back, or run `querl eval CONFIG --from eval` to make the result again";
             Err(Stop::usage(format!("{}: {problem}; {remedy}", dir.stages().display())).into())
         }
         _ => {
             let run = dir.root().display();
-            let is_unfinished = |stage: &StageName| ledger.entry(stage.as_str()).is_some_and(|entry| !entry.finished);
+            let is_unfinished = |stage: &StageName| ledger.entry(*stage).is_some_and(|entry| !entry.finished);
             Err(Stop::usage(match StageName::ALL.into_iter().find(is_unfinished) {
                 Some(stage) => {
                     format!("{run}: the run was stopped in `{stage}`; `querl run CONFIG --out {run}` resumes it")
@@ -80,7 +80,7 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
         return Err(Stop::usage(format!("{}: not there; run `querl eval CONFIG` first", path.display())).into());
     }
     let ledger = Ledger::open(&dir.stages())?;
-    let written = ledger.entry(StageName::Eval.as_str()).map(|entry| &entry.outputs);
+    let written = ledger.entry(StageName::Eval).map(|entry| &entry.outputs);
     written.map_or(Ok(()), |outputs| outputs.check(dir.root(), StageName::Eval, &dir.eval_records()))?;
     let records: Vec<EvalRecord> = rows_of(&dir.eval_records())?;
     let mut evaluation = evaluate(&records, &evaluation_options(config)).context("evaluation")?;
@@ -99,11 +99,8 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
         calls: &spending::report_lines(dir)?,
         n_examples: config.eval.n_examples,
     })?;
-    let mut json = serde_json::to_vec_pretty(&evaluation).context("the evaluation has no JSON form")?;
-    json.push(b'\n');
-    for (path, bytes) in [(dir.eval(), json), (dir.report(), html.into_bytes())] {
-        write_atomic(&path, &bytes).with_context(|| format!("{}: cannot be written", path.display()))?;
-    }
+    write_json(&dir.eval(), &evaluation)?;
+    write_text(&dir.report(), &html)?;
     Ok(Reported { table: table(&shown, &facts), evaluation })
 }
 
@@ -218,7 +215,7 @@ fn check_same_queries(dirs: &[RunDir], records: &[Vec<EvalRecord>]) -> anyhow::R
 fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyhow::Result<RunFacts> {
     let (lock, unknown) = lock(dir);
     let model = model_name(&config.model.path);
-    let rewritten = ledger.entry(StageName::Rewrite.as_str());
+    let rewritten = ledger.entry(StageName::Rewrite);
     let not_recorded = rewritten.and_then(|entry| funnel::not_recorded(config, &entry.facts));
     let notes = unknown.into_iter().chain(not_recorded).chain(win_rate_note(&config.retrieval)).chain(changes(&lock));
     Ok(RunFacts {
@@ -283,7 +280,7 @@ fn changes(lock: &LockFile) -> impl Iterator<Item = String> {
 /// Items dropped because a plugin hit a limit, by stage, and late episodes.
 fn drops(ledger: &Ledger) -> impl Iterator<Item = String> {
     let dropped = move |name: StageName, code: &str| {
-        ledger.entry(name.as_str())?.facts.get(&format!("{PART}{code}"))?.as_u64().filter(|n| *n > 0)
+        ledger.entry(name)?.facts.get(&format!("{PART}{code}"))?.as_u64().filter(|n| *n > 0)
     };
     let at_limits = StageName::ALL.into_iter().filter_map(move |name| {
         let n = dropped(name, LIMIT_CODE)?;
@@ -297,13 +294,13 @@ fn drops(ledger: &Ledger) -> impl Iterator<Item = String> {
 
 /// Trainings whose test rows leaked into train.
 fn leaks(ledger: &Ledger) -> impl Iterator<Item = String> {
-    let note = move |name: StageName| leaks::note(name, &ledger.entry(name.as_str())?.facts);
+    let note = move |name: StageName| leaks::note(name, &ledger.entry(name)?.facts);
     [StageName::Sft, StageName::Rl].into_iter().filter_map(note)
 }
 
 /// A note if RL's best step is 0, the initial model.
 fn untrained(ledger: &Ledger) -> Option<String> {
-    let facts = &ledger.entry(StageName::Rl.as_str()).filter(|entry| entry.finished)?.facts;
+    let facts = &ledger.finished(StageName::Rl)?.facts;
     let is_start = facts.get("best step")?.as_u64() == Some(0);
     is_start.then(|| "rl is the SFT model: no later step had a better validation reward than step 0".to_owned())
 }
@@ -333,8 +330,7 @@ fn shown(evaluation: &Evaluation, retrieval: &RetrievalConfig) -> Evaluation {
 }
 
 fn timings(ledger: &Ledger) -> Vec<StageTiming> {
-    let entries = StageName::ALL.into_iter().filter_map(|name| Some((name, ledger.entry(name.as_str())?)));
-    let finished = entries.filter(|(_, entry)| entry.finished);
+    let finished = StageName::ALL.into_iter().filter_map(|name| Some((name, ledger.finished(name)?)));
     finished.map(|(name, entry)| StageTiming { stage: name.to_string(), seconds: entry.seconds }).collect()
 }
 
@@ -347,7 +343,7 @@ fn funnel(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<FunnelStep>> {
         let parts = step.dropped.iter().map(|(code, n)| (format!("dropped: {code}"), *n)).collect();
         FunnelStep { label: format!("kept by {}", step.stage), n: step.kept, parts }
     });
-    let of_convert = ledger.entry(StageName::Convert.as_str()).filter(|entry| entry.finished).map(|entry| &entry.facts);
+    let of_convert = ledger.finished(StageName::Convert).map(|entry| &entry.facts);
     let dataset = of_convert.map(|facts| {
         let label = "rows for training and evaluation";
         FunnelStep { label: label.into(), n: facts.count(label), parts: facts.parts(label).into_iter().collect() }
@@ -391,7 +387,7 @@ mod tests {
         let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
         let mut facts = Facts::default();
         facts.add("dropped", 5).add_parts(&BTreeMap::from([("deadline".into(), 3), (LIMIT_CODE.into(), 2)]));
-        ledger.put("rl", Entry { facts, ..Entry::begun(Inputs::default()) }).unwrap();
+        ledger.put(StageName::Rl, Entry { facts, ..Entry::begun(Inputs::default()) }).unwrap();
         let expected = [
             "2 item(s) of the stage rl were dropped because a plugin hit a limit (plugin_limit)",
             "3 episode(s) of the stage rl were dropped because a call took longer than rl.episode_deadline_ms (deadline)",
@@ -406,7 +402,7 @@ mod tests {
         let mut noted = |best_step: u64| {
             let mut facts = Facts::default();
             facts.add("best step", best_step);
-            ledger.put("rl", Entry { facts, finished: true, ..Entry::begun(Inputs::default()) }).unwrap();
+            ledger.put(StageName::Rl, Entry { facts, finished: true, ..Entry::begun(Inputs::default()) }).unwrap();
             untrained(&ledger)
         };
         let expected = "rl is the SFT model: no later step had a better validation reward than step 0";
@@ -422,7 +418,7 @@ mod tests {
     fn a_training_that_saw_its_test_is_reported_and_another_is_not() {
         let folder = tempfile::tempdir().unwrap();
         let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
-        for (stage, n_seen) in [("sft", 3), ("rl", 0)] {
+        for (stage, n_seen) in [(StageName::Sft, 3), (StageName::Rl, 0)] {
             let mut facts = Facts::default();
             facts.add("rows of test nearly in train", n_seen);
             ledger.put(stage, Entry { facts, ..Entry::begun(Inputs::default()) }).unwrap();

@@ -1,7 +1,7 @@
 //! A run: configuration, run directory, plugins, async runtime and service clients, shared by its stages.
 
 use crate::device::Executor;
-use crate::environment::{BaselineScoring, Comparison, JudgingForm, Services};
+use crate::environment::{BaselineScoring, Comparison, JudgingForm, Scorer, Services};
 use crate::ledger::StageName;
 use crate::pins::{OnPluginChange, Pins};
 use crate::plugins::{PluginUse, Plugins};
@@ -20,6 +20,7 @@ use querl_model::GpuUse;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 /// An open run. It holds the lock of its directory until dropped, unless it was opened to inspect or to score.
 pub struct Run {
@@ -63,10 +64,7 @@ impl Run {
             _ => Executor::in_process(),
         };
         querl_model::set_threads(config.threads);
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .enable_all()
-            .build()
-            .context("cannot start the async runtime (tokio)")?;
+        let runtime = async_runtime()?;
         let dir = RunDir::new(&config.output_dir);
         let pins = Pins { dir: &dir, config: config_path, on_change };
         // The first build of a plugin takes minutes, whose seconds are shown.
@@ -127,10 +125,7 @@ impl Run {
         reporter: Arc<dyn Reporter>,
     ) -> anyhow::Result<Self> {
         querl_model::set_threads(config.threads);
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .enable_all()
-            .build()
-            .context("cannot start the async runtime (tokio)")?;
+        let runtime = async_runtime()?;
         let dir = RunDir::new(&config.output_dir);
         let pins = Pins { dir: &dir, config: config_path, on_change: OnPluginChange::Refuse };
         let plugins = Plugins::open(&config, PluginUse::Scoring(&pins))?;
@@ -163,6 +158,13 @@ impl Run {
         Ok(open_retriever(&config.retrieval, &config.tenant, &models, &outside)?)
     }
 
+    /// A scorer of the parts that the rewards read, with the deadline of episodes.
+    pub(crate) fn reward_scorer(&self) -> anyhow::Result<Scorer> {
+        let deadline = Some(Duration::from_millis(self.config.rl.episode_deadline_ms));
+        let services = Services { deadline, ..self.services()? }.read_by_rewards();
+        Ok(Scorer::new(services, self.runtime.handle().clone()))
+    }
+
     pub(crate) fn services(&self) -> anyhow::Result<Services> {
         let config = &self.config;
         let retriever = self.retriever()?;
@@ -186,6 +188,12 @@ impl Run {
             deadline: None,
         })
     }
+}
+
+/// A runtime for external calls, with a thread for each core.
+pub(crate) fn async_runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    runtime.context("cannot start the async runtime (tokio)")
 }
 
 /// The service context of an estimate, which calls no service: the response cache is only read, and API keys are not read.

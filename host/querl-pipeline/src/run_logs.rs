@@ -67,7 +67,7 @@ fn metrics_of(
     stage: StageName,
 ) -> (Vec<Value>, Option<String>) {
     let StageLines { text, rows } = lines.remove(stage.as_str()).unwrap_or_default();
-    let change = finished(ledger, stage).and_then(|entry| changed_metrics(entry, &text, &rows));
+    let change = ledger.finished(stage).and_then(|entry| changed_metrics(entry, &text, &rows));
     (rows, change.map(|change| format!("{METRICS} of {stage} {change}")))
 }
 
@@ -84,13 +84,9 @@ fn changed_metrics(entry: &Entry, lines: &str, rows: &[Value]) -> Option<String>
 fn episodes_changes(dir: &RunDir, ledger: &Ledger) -> anyhow::Result<Vec<String>> {
     let mut changes = Vec::new();
     for stage in StageName::ALL {
-        let Some(written) = finished(ledger, stage).and_then(|entry| entry.logs.get(EPISODES)) else { continue };
+        let Some(written) = ledger.finished(stage).and_then(|entry| entry.logs.get(EPISODES)) else { continue };
         let now = Outputs::of(dir.root(), &[dir.episodes()])?.into_iter().next().map(|(_, digest)| digest);
         changes.extend(written.difference(now.as_ref()).map(|change| format!("{EPISODES} of {stage} {change}")));
     }
     Ok(changes)
-}
-
-fn finished(ledger: &Ledger, stage: StageName) -> Option<&Entry> {
-    ledger.entry(stage.as_str()).filter(|entry| entry.finished)
 }

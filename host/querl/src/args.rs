@@ -34,7 +34,7 @@ pub struct ConfigArgs {
     /// The configuration file
     #[arg(value_name = "CONFIG")]
     pub path: PathBuf,
-    /// Replace a key of the file: dotted key, TOML value; a bare word is a string
+    /// Replace a key of the configuration, such as rl.max_steps=5: a TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
     /// The run directory [default: output_dir of the file]

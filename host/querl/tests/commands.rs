@@ -18,6 +18,20 @@ fn config_check_prints_every_value_in_force() {
     assert!(!project.path("there").exists());
 }
 
+/// Symptom: warnings were above 250 lines of configuration.
+#[test]
+fn config_check_ends_with_its_warnings_and_the_result() {
+    let project = Project::new();
+    let rows = project.read("teacher.jsonl");
+    project.write("teacher.jsonl", &rows.lines().skip(3).collect::<Vec<_>>().join("\n"));
+    let output = std::fs::File::create(project.path("output")).unwrap();
+    let mut command = project.command(&["config", "check", "querl.toml"]);
+    assert!(command.stdout(output.try_clone().unwrap()).stderr(output).status().unwrap().success());
+    let text = project.read("output");
+    let [.., warning, result] = text.lines().collect::<Vec<_>>()[..] else { panic!("{text}") };
+    assert!(warning.starts_with("warning: the recorded teacher") && result == "querl.toml: ok", "{text}");
+}
+
 #[test]
 fn config_schema_lists_keys_and_prints_json_schema() {
     let project = Project::new();

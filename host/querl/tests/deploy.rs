@@ -129,6 +129,12 @@ fn what_cannot_be_deployed_is_refused_and_leaves_nothing() {
     project.querl(&[&["run", "querl.toml"], &whole[..]].concat()).ok();
     let bases = refused(&["run", "whole", "--out", "new"]);
     assert!(bases.contains("is the base of `whole`, and"), "{bases}");
+    std::fs::create_dir(project.path("whole/rl")).unwrap();
+    let warned = project.querl(&["deploy", "whole", "--out", "of-sft"]).ok().stderr;
+    assert!(warned.contains("whole: the stage `rl` is not finished; the model of `sft` is deployed; "), "{warned}");
+    project.querl(&["run", "querl.toml", "--to", "convert", "--out", "untrained"]).ok();
+    let untrained = refused(&["untrained", "--out", "new"]);
+    assert_eq!(untrained, "untrained: no model was trained here yet; run `querl run CONFIG`");
     let twice = refused(&["run", "run", "--out", "new"]);
     assert!(twice.contains("run: another run is of tenant `fivedoctors` too"), "{twice}");
     damage(&project.path("run/rl/best/adapter_model.safetensors"));

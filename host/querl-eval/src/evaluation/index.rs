@@ -1,7 +1,7 @@
 //! The records of one run, validated and indexed by system and query.
 
 use crate::error::EvalError;
-use crate::metric::{Metric, answer, failure_code, hits, lacks_teacher};
+use crate::metric::{Metric, answer, failure_code, hits, is_left_out};
 use querl_core::records::{EvalRecord, StyleProbability};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -123,9 +123,10 @@ impl<'a> Index<'a> {
         self.by_query(system).filter_map(|(key, record)| Some((key, value(record)?))).collect()
     }
 
-    /// True if `system` is the teacher, and it has no rewrite of the query.
-    pub(super) fn lacks_teacher(&self, system: &str, key: &QueryKey<'a>) -> bool {
-        self.by_system.get(system).and_then(|records| records.get(key)).is_some_and(|record| lacks_teacher(record))
+    /// True if differences of the first and second system of `pair` leave the query out.
+    pub(super) fn is_left_out(&self, pair: [&str; 2], key: &QueryKey<'a>) -> bool {
+        let records = pair.map(|system| self.by_system.get(system).and_then(|records| records.get(key)).copied());
+        matches!(records, [Some(first), Some(second)] if is_left_out([first, second]))
     }
 
     pub(super) fn all_records(&self) -> impl Iterator<Item = &'a EvalRecord> {

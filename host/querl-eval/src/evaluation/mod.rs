@@ -84,8 +84,8 @@ pub struct Evaluation {
     pub lookups: Lookups,
     /// Metrics of each system; the keys are names of [`EVAL_SYSTEMS`].
     pub systems: BTreeMap<String, SystemEvaluation>,
-    /// Paired differences by pair of systems (`rl-sft` is RL minus SFT); `None` for a metric that no query has for both systems. Pairs with
-    /// the teacher leave out the queries without a rewrite of the teacher.
+    /// Paired differences by pair of systems (`rl-sft` is RL minus SFT); `None` for a metric that no query has for both systems. Queries
+    /// without a rewrite of the teacher of the pair, or without retrieval of the second system because a call failed, are left out.
     pub pairs: BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
     /// Number of the least used reward components that are left out, if there are too many; omitted in the JSON if it is 0.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -356,8 +356,8 @@ impl<'a> Pooled<'_, 'a> {
         if self.lookups.are_made() || !metric.needs_retrieval() { index.values(system, metric) } else { Vec::new() }
     }
 
-    /// The paired difference of the values that `of` returns for two systems of each run, without the queries that the teacher of the pair
-    /// has no rewrite of: a missing recording is no defeat.
+    /// The paired difference of the values that `of` returns for two systems of each run, without the queries that
+    /// [`is_left_out`](crate::metric::is_left_out) excludes.
     fn difference(
         &self,
         of: impl Fn(&Index<'a>, &str) -> Vec<(QueryKey<'a>, f64)>,
@@ -366,9 +366,7 @@ impl<'a> Pooled<'_, 'a> {
     ) -> Option<Difference> {
         let (Interval { mean, low, high }, n) = self.interval(|index| {
             let seconds: BTreeMap<_, _> = of(index, second).into_iter().collect();
-            let is_left_out =
-                |key: &QueryKey<'a>| [first, second].iter().any(|system| index.lacks_teacher(system, key));
-            let firsts = of(index, first).into_iter().filter(|(key, _)| !is_left_out(key));
+            let firsts = of(index, first).into_iter().filter(|(key, _)| !index.is_left_out([first, second], key));
             firsts.filter_map(|(key, value)| Some((key, value - seconds.get(&key)?))).collect()
         })?;
         Some(Difference { mean, low, high, n })

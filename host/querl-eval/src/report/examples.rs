@@ -1,7 +1,7 @@
 //! Example queries of the report with the rewrites of all systems next to each other, and their selection.
 
 use crate::evaluation::Evaluation;
-use crate::metric::{Metric, answer, hits, lacks_teacher, reciprocal_rank};
+use crate::metric::{Metric, answer, hits, is_left_out, reciprocal_rank};
 use crate::table::system_title;
 use querl_core::config::EVAL_SYSTEMS;
 use querl_core::records::{EvalRecord, Hit};
@@ -57,12 +57,12 @@ enum Comparison {
 }
 
 impl Comparison {
-    /// True if RL is better than the teacher. A query without a rewrite of the teacher is no win.
+    /// True if RL is better than the teacher. A query without a rewrite of the teacher, or without its retrieval, is no win.
     fn is_win(self, records: &QueryRecords<'_>) -> bool {
         match (self, records.get("rl"), records.get("teacher")) {
             (Self::WinRate, Some(rl), _) => Metric::WinRate.value(rl) == Some(1.0),
             (Self::GoldRank, Some(rl), Some(teacher)) => {
-                !lacks_teacher(teacher) && reciprocal_rank(rl) > reciprocal_rank(teacher)
+                !is_left_out([rl, teacher]) && reciprocal_rank(rl) > reciprocal_rank(teacher)
             }
             _ => false,
         }

@@ -2,7 +2,7 @@
 
 use super::columns::RowColumns;
 use super::judging::Judging;
-use super::scorer::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, Services};
+use super::scorer::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer};
 use crate::failure::{check_run_or_config, run_in};
 use crate::ledger::{Ledger, StageName, rows_of};
 use crate::run::Run;
@@ -16,7 +16,6 @@ use querl_data::query_id;
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Reward environment of a configuration, for other training frameworks. It takes no lock: several processes can open it at once, and the
 /// configured limits and budget apply to each process separately.
@@ -52,14 +51,11 @@ impl RewardEnvironment {
     pub fn open(config: Config, config_path: &Path, reporter: Arc<dyn Reporter>) -> anyhow::Result<Self> {
         let run = Run::open_for_scoring(config, config_path, reporter)?;
         run.plugins.check_style()?;
-        let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
-        let services = Services { deadline, ..run.services()? }.read_by_rewards();
-        let scorer = Scorer::new(services, run.runtime.handle().clone());
+        let scorer = run.reward_scorer()?;
         let ledger = Ledger::open(&run.dir.stages())?;
         // Of an unfinished stage, the existing rows are used.
         let check = |stage: StageName, path: &Path| {
-            let finished = ledger.entry(stage.as_str()).filter(|entry| entry.finished);
-            finished.map_or(Ok(()), |entry| entry.outputs.check(run.dir.root(), stage, path))
+            ledger.finished(stage).map_or(Ok(()), |entry| entry.outputs.check(run.dir.root(), stage, path))
         };
         let mut rows = HashMap::new();
         for split in Split::ALL {

@@ -48,9 +48,9 @@ pub fn import_adapter(run: &Run, format: CheckpointFormat, folder: &Path) -> any
     let adapter = find_adapter(format, folder)?;
     let settings = check_settings(format, &adapter)?;
     let ledger = Ledger::open(&run.dir.stages())?;
-    let base = match ledger.entry(StageName::Sft.as_str()) {
-        Some(entry) if entry.finished => Base::of(&run.config, &run.dir, StageName::Sft)?.model,
-        _ => {
+    let base = match ledger.finished(StageName::Sft) {
+        Some(_) => Base::of(&run.config, &run.dir, StageName::Sft)?.model,
+        None => {
             let dir = run.dir.root().display();
             let message =
                 format!("{dir}: sft is not finished; run `querl sft` first, since the evaluation compares both");

@@ -136,8 +136,7 @@ impl ExportedRun {
 
 /// The model after fine-tuning, or the configured model without it.
 fn sft_base(config: &Config, dir: &RunDir, ledger: &Ledger) -> anyhow::Result<Base> {
-    let is_finished = ledger.entry(StageName::Sft.as_str()).is_some_and(|entry| entry.finished);
-    if !is_finished {
+    if ledger.finished(StageName::Sft).is_none() {
         return Ok(Base { model: config.model.path.clone(), adapter: None });
     }
     Inputs::default().made_by(ledger, StageName::Sft, &training::best(&dir.sft()))?;

@@ -85,7 +85,7 @@ impl Inputs {
 
     /// Adds the digest of a file or folder that an earlier stage wrote.
     pub(crate) fn made_by(&mut self, ledger: &Ledger, stage: StageName, path: &Path) -> anyhow::Result<&mut Self> {
-        let entry = ledger.entry(stage.as_str());
+        let entry = ledger.entry(stage);
         // Files of an unfinished stage are not results.
         if entry.is_some_and(|entry| !entry.finished) {
             let run = ledger.root().display();
@@ -419,11 +419,11 @@ mod tests {
         let missing = format!("{}: not there yet; run `querl convert` first, or `querl run`", path.display());
         assert_eq!(refusal(&mut inputs, &ledger), Err(missing));
         std::fs::write(&path, "{}").unwrap();
-        ledger.put("convert", Entry::begun(Inputs::default())).unwrap();
+        ledger.put(StageName::Convert, Entry::begun(Inputs::default())).unwrap();
         let run = folder.path().display();
         let half = format!("convert was stopped on the way; `querl run CONFIG --out {run}` resumes it");
         assert_eq!(refusal(&mut inputs, &ledger), Err(half));
-        ledger.put("convert", Entry { finished: true, ..Entry::begun(Inputs::default()) }).unwrap();
+        ledger.put(StageName::Convert, Entry { finished: true, ..Entry::begun(Inputs::default()) }).unwrap();
         assert_eq!(refusal(&mut inputs, &ledger), Ok(()));
         assert_eq!(inputs.upstream(), [("train.jsonl of convert", StageName::Convert)]);
     }

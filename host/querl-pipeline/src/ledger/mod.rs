@@ -4,7 +4,7 @@ mod inputs;
 mod outputs;
 
 use crate::failure::Stop;
-use anyhow::Context;
+use crate::files::write_json;
 pub(crate) use inputs::{FORMS_OF_EDITS, INDEX, Inputs, is_of_model};
 pub(crate) use outputs::{FileDigest, Outputs};
 use querl_core::fsx::{self, ReadError, read_jsonl};
@@ -172,16 +172,21 @@ impl Ledger {
     }
 
     /// The record of `stage`; `None` if the stage has not begun.
-    pub fn entry(&self, stage: &str) -> Option<&Entry> {
-        self.contents.stages.get(stage)
+    pub fn entry(&self, stage: StageName) -> Option<&Entry> {
+        self.contents.stages.get(stage.as_str())
+    }
+
+    /// The record of `stage`; `None` if the stage is not finished.
+    pub fn finished(&self, stage: StageName) -> Option<&Entry> {
+        self.entry(stage).filter(|entry| entry.finished)
     }
 
     /// Names of the results of other stages that the finished `stage` read and that have changed since, by their digests in this ledger: no
     /// file is read.
     pub(crate) fn changed_after(&self, stage: StageName) -> Vec<String> {
-        let Some(entry) = self.entry(stage.as_str()).filter(|entry| entry.finished) else { return Vec::new() };
+        let Some(entry) = self.finished(stage) else { return Vec::new() };
         let is_changed = |input: &str, by: StageName| {
-            let Some(writer) = self.entry(by.as_str()) else { return true };
+            let Some(writer) = self.entry(by) else { return true };
             let name = input.strip_suffix(&format!(" of {by}")).unwrap_or(input);
             // Ledgers of earlier versions have no digests of outputs.
             let digest = writer.outputs.path_called(name).and_then(|path| writer.outputs.digest(Path::new(""), path));
@@ -193,8 +198,8 @@ impl Ledger {
 
     /// The first stage whose results the finished `stage` read and that has begun again since and is not finished.
     pub(crate) fn unfinished_before(&self, stage: StageName) -> Option<StageName> {
-        let entry = self.entry(stage.as_str()).filter(|entry| entry.finished)?;
-        let is_unfinished = |by: &StageName| self.entry(by.as_str()).is_some_and(|writer| !writer.finished);
+        let entry = self.finished(stage)?;
+        let is_unfinished = |by: &StageName| self.entry(*by).is_some_and(|writer| !writer.finished);
         entry.inputs.upstream().into_iter().map(|(_, by)| by).find(is_unfinished)
     }
 
@@ -206,27 +211,23 @@ impl Ledger {
         path: &Path,
     ) -> anyhow::Result<()> {
         let mut part = Self { path: path.into(), contents: Contents { format: FORMAT, ..Contents::default() } };
-        for stage in stages {
-            if let Some(entry) = self.entry(stage.as_str()) {
+        for &stage in stages {
+            if let Some(entry) = self.entry(stage) {
                 let outputs = entry.outputs.only(self.root(), files);
-                part.put(
-                    stage.as_str(),
-                    Entry { finished: entry.finished, outputs, ..Entry::begun(Inputs::default()) },
-                )?;
+                let finished = entry.finished;
+                part.put(stage, Entry { finished, outputs, ..Entry::begun(Inputs::default()) })?;
             }
         }
         Ok(())
     }
 
     /// Replaces the entry of `stage`, or removes it, and writes the file.
-    pub(crate) fn put(&mut self, stage: &str, entry: impl Into<Option<Entry>>) -> anyhow::Result<()> {
+    pub(crate) fn put(&mut self, stage: StageName, entry: impl Into<Option<Entry>>) -> anyhow::Result<()> {
         match entry.into() {
-            Some(entry) => self.contents.stages.insert(stage.into(), entry),
-            None => self.contents.stages.remove(stage),
+            Some(entry) => self.contents.stages.insert(stage.to_string(), entry),
+            None => self.contents.stages.remove(stage.as_str()),
         };
-        let mut text = serde_json::to_vec_pretty(&self.contents).context("the ledger has no JSON form")?;
-        text.push(b'\n');
-        fsx::write_atomic(&self.path, &text).with_context(|| format!("{}: cannot be written", self.path.display()))
+        write_json(&self.path, &self.contents)
     }
 }
 
@@ -291,7 +292,7 @@ pub(crate) fn rows_of<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Re
 
 pub(crate) fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
     let ledger = Ledger::open(&dir.stages())?;
-    let name = ledger.entry(StageName::Rewrite.as_str()).and_then(|entry| entry.facts.get("teacher")?.as_str());
+    let name = ledger.entry(StageName::Rewrite).and_then(|entry| entry.facts.get("teacher")?.as_str());
     let message = || Stop::usage(format!("{}: no rewrites yet; run `querl rewrite` first", dir.root().display()));
     Ok(name.ok_or_else(message)?.to_owned())
 }
@@ -425,8 +426,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("stages.json");
         let mut ledger = Ledger::open(&path).unwrap();
-        ledger.put("sft", entry(&[("a", "b")])).unwrap();
-        assert_eq!(Ledger::open(&path).unwrap().entry("sft"), Some(&entry(&[("a", "b")])));
+        ledger.put(StageName::Sft, entry(&[("a", "b")])).unwrap();
+        assert_eq!(Ledger::open(&path).unwrap().entry(StageName::Sft), Some(&entry(&[("a", "b")])));
         std::fs::write(&path, "{").unwrap();
         assert!(Ledger::open(&path).unwrap_err().to_string().contains("not a ledger of stages"));
         std::fs::write(&path, "9").unwrap();
@@ -477,16 +478,19 @@ mod tests {
             let pairs: Vec<(&str, &str)> = texts.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
             let written = Entry { facts, seconds, ..entry(&pairs) };
             let mut ledger = Ledger::open(&path).unwrap();
-            ledger.put("sft", written.clone()).unwrap();
-            ledger.put("rl", written.clone()).unwrap();
+            ledger.put(StageName::Sft, written.clone()).unwrap();
+            ledger.put(StageName::Rl, written.clone()).unwrap();
             let read = Ledger::open(&path).unwrap();
-            prop_assert_eq!(read.entry("sft"), Some(&written));
+            prop_assert_eq!(read.entry(StageName::Sft), Some(&written));
             let mut bytes = std::fs::read(&path).unwrap();
             let at = cut.index(bytes.len());
             std::fs::write(&path, &bytes[..at]).unwrap();
             match Ledger::open(&path) {
                 // The last byte is a line break.
-                Ok(ledger) => prop_assert_eq!(ledger.entry("rl").zip(ledger.entry("sft")), Some((&written, &written))),
+                Ok(read) => {
+                    let entries = [StageName::Sft, StageName::Rl].map(|stage| read.entry(stage));
+                    prop_assert_eq!(entries, [Some(&written); 2]);
+                }
                 Err(error) => prop_assert!(sentence(&error), "{error:#}"),
             }
             bytes[at] = byte;

@@ -66,11 +66,11 @@ impl ComparisonFacts {
     /// The comparison as advice in words.
     pub fn advice(&self) -> Advice {
         let source = match self.source {
-            DeviationSource::ValidationRows => "by validation rows",
+            DeviationSource::ValidationRows => "estimated from val",
             DeviationSource::WorstCase => "worst case",
         };
         let finding = format!(
-            "standard error {:.1} points on {} groups of test queries ({source}); 5 points at 95 % need {} groups, with 80 % power {}",
+            "standard error of a difference of two systems {:.1} points on {} groups of test queries ({source}); to show 5 points, a 95 % interval needs {} groups, and {} for a power of 80 %",
             100.0 * self.standard_error,
             self.n_test_groups,
             self.n_needed,
@@ -79,7 +79,7 @@ impl ComparisonFacts {
         let (level, action) = if self.n_test_groups < self.n_needed {
             (
                 Level::Weak,
-                "add test queries of other groups (data.split, more rows), or expect an inconclusive comparison",
+                "add test queries that are no paraphrases (more rows, or a larger test share in data.split), or expect an inconclusive comparison",
             )
         } else if self.n_test_groups < self.n_needed_for_power {
             (Level::Ok, "a difference of 5 points may be missed; pool several seeds with `querl report`")

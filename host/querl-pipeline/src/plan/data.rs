@@ -100,7 +100,8 @@ impl TextFacts {
 
     fn brief(&self, what: &str) -> String {
         let main = self.scripts.values().copied().fold(0.0, f64::max);
-        format!("{} {what} of {:.0} characters, {} ({})", self.n_texts, self.mean_chars, self.language, percent(main))
+        let (n, n_chars, language) = (self.n_texts, self.mean_chars, self.language);
+        format!("{n} {what} of {n_chars:.0} characters on average, {language} ({} of letters)", percent(main))
     }
 }
 
@@ -159,7 +160,7 @@ impl DataFacts {
             n => format!(", {n} ({}) with a history", percent(share(n, self.queries.n_texts))),
         };
         let finding = format!(
-            "{}{}; {train} train, {val} val, {test} test{source}, {} with gold passages{history}",
+            "{}{}; {train} train, {val} val, {test} test rows{source}, {} queries with gold passages{history}",
             self.queries.brief("queries"),
             passages.unwrap_or_default(),
             self.n_with_gold
@@ -237,10 +238,10 @@ mod tests {
         let expected =
             "add queries: 153 rows of train have a rewrite that passed the filters, for SFT: these are few, ";
         assert!(filtered.action.starts_with(expected), "{filtered:?}");
-        assert!(filtered.finding.ends_with(", 9 with gold passages, 1 (100 %) with a history"), "{filtered:?}");
+        assert!(filtered.finding.ends_with(", 9 queries with gold passages, 1 (100 %) with a history"), "{filtered:?}");
         let text = of(facts("query", "passage", 500, 9)).finding;
-        let expected = "1 queries of 5 characters, Latin script (100 %); 1 passages of 7 characters, Latin script (100 %); \
-                        500 train, 40 val, 40 test, 9 with gold passages";
+        let expected = "1 queries of 5 characters on average, Latin script (100 % of letters); 1 passages of 7 characters on average, Latin \
+                        script (100 % of letters); 500 train, 40 val, 40 test rows, 9 queries with gold passages";
         assert_eq!(text, expected);
     }
 }

@@ -113,13 +113,11 @@ impl TeacherHeadroom {
     /// The headroom of the teacher as advice in words, by the figures of train, or of val if there are none of train.
     pub fn advice(&self) -> Advice {
         let Some(headroom) = self.splits.first() else {
-            let finding = "no row has both a rewrite and its lookup";
-            return Advice::new(
-                "teacher",
-                Level::Unknown,
-                finding,
-                "run `querl run CONFIG --to convert`, then plan again",
-            );
+            let (finding, action) = match self.n_failed {
+                0 => ("no row has a rewrite".to_owned(), "run `querl run CONFIG --to convert`, then plan again"),
+                n => (format!("retrieval failed for all {n} rows"), "run `querl rag check CONFIG`"),
+            };
+            return Advice::new("teacher", Level::Unknown, finding, action);
         };
         let sentence = |split: &SplitHeadroom| match self.has_win_rate {
             true => format!(
@@ -133,7 +131,7 @@ impl TeacherHeadroom {
         let (raw, teacher, oracle) = (headroom.raw.figure(), headroom.teacher.figure(), headroom.oracle.figure());
         let history_gains = headroom.with_history.is_some_and(|side| side.figure() - raw > LITTLE_HEADROOM)
             && headroom.history_gain_is_shown();
-        let few = format!("{} rows are too few to tell", headroom.n_rows);
+        let few = format!("{} rows that were looked up are too few to tell", headroom.n_rows);
         let [of_teacher, of_oracle, _] = headroom.errors;
         let (level, action) = if teacher < raw && !is_shown(raw - teacher, of_teacher) {
             (Level::Unknown, few.as_str())
@@ -152,12 +150,12 @@ impl TeacherHeadroom {
         } else if oracle - teacher > teacher - raw {
             (
                 Level::Weak,
-                "the raw query often wins: keep it where it does (a filter), and let the reward compare with both",
+                "the raw query often retrieves more than the teacher: drop these rewrites by a filter, or set data.rewrite_form = \"edit\", which keeps the query there",
             )
         } else if history_gains {
             (
                 Level::Weak,
-                "searching with query and history gains without training: RL must gain more than this rule, with which \"with_history\" in eval.systems compares it",
+                "query and history together retrieve more than the query, without training: RL must gain more than this rule; add \"with_history\" to eval.systems to compare them",
             )
         } else {
             (Level::Ok, "nothing to do: the teacher gains on the raw query")
@@ -234,12 +232,12 @@ impl SplitHeadroom {
     }
 
     fn sentence(&self) -> String {
-        let name = if self.raw.top1.is_some() { "top-1" } else { "quality" };
-        let gain = if self.history_gain_is_shown() { "a gain is shown" } else { "no gain is shown" };
+        let name = if self.raw.top1.is_some() { "top-1" } else { "retrieval quality" };
+        let gain = if self.history_gain_is_shown() { "a significant gain" } else { "no significant gain" };
         let with_history = |side: SideFigures| format!(", query with history {} ({gain})", percent(side.figure()));
         let with_history = self.with_history.map(with_history).unwrap_or_default();
         format!(
-            "{} ({} rows): {name} raw {}{with_history}, teacher {}, oracle {}",
+            "{} ({} rows): {name} of the raw query {}{with_history}, teacher {}, oracle (the better of both) {}",
             self.split.name(),
             self.n_rows,
             percent(self.raw.figure()),
@@ -325,7 +323,7 @@ impl RetrievalHeadroom {
         let n = self.raw.n();
         let absent = share(self.n_absent_for_both, n);
         let finding = format!(
-            "gold passage at rank 1, 2 to 5, 6 to 10, 11 to 50, absent: raw {}; teacher {}; absent for both {} of {n}",
+            "rows with the gold passage at rank 1, 2 to 5, 6 to 10, 11 to 50, below: raw query {}; teacher {}; below 50 for both {} of {n}",
             self.raw.sentence(),
             self.teacher.sentence(),
             percent(absent)
@@ -337,9 +335,12 @@ impl RetrievalHeadroom {
                 "check gold ids, segmentation and passages (`querl rag check`): no rewrite finds what the index does not have",
             )
         } else if first > 1.0 - LITTLE_HEADROOM {
-            (Level::Weak, "raw queries find nearly everything: use harder queries, or a stricter metric")
+            (
+                Level::Weak,
+                "raw queries retrieve nearly every gold passage first: rewriting has little to gain; use harder queries",
+            )
         } else {
-            (Level::Ok, "nothing to do: ranks below 1 are what rewriting can gain")
+            (Level::Ok, "nothing to do: rewriting can raise the gold passages that are not first")
         };
         Advice::new("retrieval", level, finding, action)
     }
@@ -398,15 +399,26 @@ mod tests {
             (0..n).flat_map(|_| [row(Split::Train, hit, miss), row(Split::Train, miss, miss)]).collect()
         };
         let few = of(&losses(1));
-        assert_eq!((few.level, few.action.as_str()), (Level::Unknown, "2 rows are too few to tell"));
+        assert_eq!(
+            (few.level, few.action.as_str()),
+            (Level::Unknown, "2 rows that were looked up are too few to tell")
+        );
         let worse = of(&losses(10));
         assert!(worse.level == Level::Bad && worse.action.starts_with("the teacher is worse"), "{worse:?}");
         let none = of(&[row(Split::Train, hit, hit), row(Split::Train, miss, miss)]);
         assert!(none.level == Level::Bad && none.action.contains("little to gain"), "{none:?}");
         let good = of(&[row(Split::Train, miss, hit), row(Split::Train, miss, miss)]);
         assert_eq!(good.level, Level::Ok);
-        assert!(good.finding.starts_with("train (2 rows): top-1 raw 0 %, teacher 50 %, oracle 50 %"), "{good:?}");
-        assert_eq!(of(&[]).level, Level::Unknown);
+        assert!(
+            good.finding.starts_with(
+                "train (2 rows): top-1 of the raw query 0 %, teacher 50 %, oracle (the better of both) 50 %"
+            ),
+            "{good:?}"
+        );
+        assert_eq!(of(&[]).finding, "no row has a rewrite");
+        // Symptom: the advice was to run the data stages, which were finished.
+        let down = TeacherHeadroom::of(&[], 3, true).advice();
+        assert_eq!((down.level, down.finding.as_str()), (Level::Unknown, "retrieval failed for all 3 rows"));
         // Regression: a win rate that counts shared words was shown together with a contradicting top-1.
         let win_rate = "win rate of the teacher";
         let of_words = TeacherHeadroom::of(&[row(Split::Train, miss, hit)], 0, false).advice();
@@ -419,11 +431,11 @@ mod tests {
         let mut rows = vec![row(Split::Train, (&["x"], 0.1), (&["g"], 0.9)); 4];
         rows[0].with_history = Some(hits(&["g"], 0.9));
         let one = TeacherHeadroom::of(&rows, 0, true).advice();
-        let expected = "top-1 raw 0 %, query with history 25 % (no gain is shown), teacher 100 %";
+        let expected = "top-1 of the raw query 0 %, query with history 25 % (no significant gain), teacher 100 %";
         assert!(one.level == Level::Ok && one.finding.contains(expected), "{one:?}");
         rows[1..3].iter_mut().for_each(|row| row.with_history = Some(hits(&["g"], 0.9)));
         let three = TeacherHeadroom::of(&rows, 0, true).advice();
-        assert!(three.finding.contains("query with history 75 % (a gain is shown)"), "{three:?}");
+        assert!(three.finding.contains("query with history 75 % (a significant gain)"), "{three:?}");
         assert!(three.level == Level::Weak && three.action.contains("eval.systems"), "{three:?}");
     }
 
@@ -434,7 +446,7 @@ mod tests {
         let rows = [row];
         let headroom = TeacherHeadroom::of(&rows, 0, true);
         assert_eq!(headroom.splits[0].raw.top1, None);
-        assert!(headroom.advice().finding.contains("quality raw 20 %, teacher 80 %"));
+        assert!(headroom.advice().finding.contains("retrieval quality of the raw query 20 %, teacher 80 %"));
         assert_eq!(RetrievalHeadroom::of(&rows), None);
     }
 

@@ -29,10 +29,9 @@ impl PlanInputs {
     /// The table, a file of the run or the knowledge base cannot be read, or a file of the run has changed since it was written.
     pub(super) fn read(config: &Config, dir: &RunDir) -> anyhow::Result<Self> {
         let ledger = Ledger::open(&dir.stages())?;
-        let is_converted = ledger.entry(StageName::Convert.as_str()).is_some_and(|entry| entry.finished);
-        match is_converted {
-            true => Self::of_dataset(config, dir, &ledger),
-            false => Self::of_table(config),
+        match ledger.finished(StageName::Convert) {
+            Some(_) => Self::of_dataset(config, dir, &ledger),
+            None => Self::of_table(config),
         }
     }
 

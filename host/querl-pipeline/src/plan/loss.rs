@@ -3,7 +3,7 @@
 
 use super::advice::{Advice, Level};
 use anyhow::Context;
-use querl_core::config::ModelConfig;
+use querl_core::config::{Config, RewriteForm};
 use querl_core::records::DatasetRow;
 use querl_model::{Decoder, PackedBatch, Pass, TextTokenizer, Weights};
 use serde::Serialize;
@@ -77,6 +77,8 @@ pub struct LossFacts {
     pub targets: Option<TextLoss>,
     /// Loss on passages; `None` if the passages are not known.
     pub passages: Option<TextLoss>,
+    /// `data.rewrite_form`: whether the targets of SFT are edits of the query.
+    pub rewrite_form: RewriteForm,
 }
 
 impl LossFacts {
@@ -86,7 +88,7 @@ impl LossFacts {
         let of = |what: &str, loss: &TextLoss| {
             let [weak, bad] = loss.limits();
             format!(
-                "{:.2} nats per token of {what} ({:.2} per character; token frequencies alone give {:.2}; weak above {weak:.2}, bad above {bad:.2})",
+                "loss {:.2} nats per token of {what} ({:.2} per character; token frequencies alone give {:.2}; weak above {weak:.2}, bad above {bad:.2})",
                 loss.per_token(),
                 loss.per_char(),
                 loss.unigram_per_token()
@@ -95,11 +97,16 @@ impl LossFacts {
         let found = [("rewrites", &self.targets), ("passages", &self.passages)];
         let known: Vec<(&str, &TextLoss)> =
             found.into_iter().filter_map(|(what, loss)| Some((what, loss.as_ref()?))).collect();
-        let finding: Vec<String> = known.iter().map(|(what, loss)| of(what, loss)).collect();
+        let form = match self.rewrite_form {
+            RewriteForm::Full => "targets are full texts (data.rewrite_form = \"full\")",
+            RewriteForm::Edit => "targets are edits of the query (data.rewrite_form = \"edit\")",
+        };
+        let losses = known.iter().map(|(what, loss)| of(what, loss));
+        let finding: Vec<String> = losses.chain([form.to_owned()]).collect();
         let [targets, passages] = [&self.targets, &self.passages].map(|loss| loss.as_ref().map(TextLoss::level));
         let (level, action) = match (targets, passages) {
             (None, None) => {
-                let finding = "no rewrites and no passages are known yet";
+                let finding = format!("no rewrites and no passages are known yet; {form}");
                 return Advice::new(
                     "base model",
                     Level::Unknown,
@@ -114,12 +121,12 @@ impl LossFacts {
             ),
             (Some(Level::Bad), _) | (None, Some(Level::Bad)) => (
                 Level::Bad,
-                "the base model is noise on these texts: take another one, or pretrain one on them (`querl model pretrain`)",
+                "the base model writes noise in this language: take another one, or pretrain one on these texts (`querl model pretrain`)",
             ),
             (Some(Level::Weak), _) | (None, Some(Level::Weak)) => (
                 Level::Weak,
-                "undertrained on these texts: pretrain it for more epochs (`querl model pretrain`) or take another base, else fine-tuning has much \
-                 to teach with more rows and epochs",
+                "undertrained on these texts: pretrain it for more epochs (`querl model pretrain`), take another base, or fine-tune with more rows \
+                 and epochs",
             ),
             (Some(level), _) | (None, Some(level)) => (level, "nothing to do: the base model knows these texts"),
         };
@@ -158,7 +165,8 @@ struct Sequence {
 ///
 /// # Errors
 /// The model cannot be loaded, or a pass fails.
-pub(super) fn base_loss(model: &ModelConfig, rows: &[DatasetRow], passages: &[&str]) -> anyhow::Result<LossFacts> {
+pub(super) fn base_loss(config: &Config, rows: &[DatasetRow], passages: &[&str]) -> anyhow::Result<LossFacts> {
+    let model = &config.model;
     let tokenizer = TextTokenizer::for_policy(model)?;
     let decoder = Decoder::load_as(&model.path, Weights::Frozen, model.dtype)
         .with_context(|| format!("{}: the base model", model.path.display()))?;
@@ -185,7 +193,7 @@ pub(super) fn base_loss(model: &ModelConfig, rows: &[DatasetRow], passages: &[&s
         let sequences: Vec<Sequence> = sequences.into_iter().filter(fits).collect();
         if sequences.is_empty() { Ok(None) } else { text_loss(&decoder, &sequences).map(Some) }
     };
-    Ok(LossFacts { targets: loss(targets)?, passages: loss(texts)? })
+    Ok(LossFacts { targets: loss(targets)?, passages: loss(texts)?, rewrite_form: config.data.rewrite_form })
 }
 
 fn text_loss(decoder: &Decoder, sequences: &[Sequence]) -> anyhow::Result<TextLoss> {
@@ -239,24 +247,27 @@ mod tests {
 
     #[test]
     fn a_base_that_is_noise_is_reported() {
-        let of = |targets, passages| LossFacts { targets, passages }.advice();
+        let of = |targets, passages| LossFacts { targets, passages, rewrite_form: RewriteForm::Full }.advice();
         assert_eq!(of(Some(loss(5.6, 7.0)), Some(loss(5.2, 7.0))).level, Level::Bad);
         assert_eq!(of(None, Some(loss(3.0, 3.2))).level, Level::Bad, "no better than a unigram model");
         assert_eq!(of(None, Some(loss(4.0, 7.0))).level, Level::Weak);
-        let unknown = of(None, None);
-        assert_eq!(unknown.level, Level::Unknown);
+        assert_eq!(of(None, None).level, Level::Unknown);
         let fine = of(None, Some(loss(2.0, 7.0)));
-        let expected = "2.00 nats per token of passages (1.00 per character; token frequencies alone give 7.00; weak above 3.50, bad above 4.50)";
+        let expected = "loss 2.00 nats per token of passages (1.00 per character; token frequencies alone give 7.00; weak above 3.50, bad above \
+                        4.50); targets are full texts (data.rewrite_form = \"full\")";
         assert_eq!((fine.level, fine.finding.as_str()), (Level::Ok, expected));
     }
 
     /// Regression: a base model that had memorised the passages was rated ok, whatever it wrote.
     #[test]
     fn the_loss_on_rewrites_decides_where_it_is_known() {
-        let of = |targets, passages| LossFacts { targets: Some(targets), passages: Some(passages) }.advice();
+        let rewrite_form = RewriteForm::Edit;
+        let of =
+            |targets, passages| LossFacts { targets: Some(targets), passages: Some(passages), rewrite_form }.advice();
         let undertrained = of(loss(5.6, 7.0), loss(2.0, 7.0));
         assert!(undertrained.level == Level::Weak);
         assert!(undertrained.action.starts_with("undertrained: it knows the passages"));
+        assert!(undertrained.finding.ends_with("; targets are edits of the query (data.rewrite_form = \"edit\")"));
         assert_eq!(of(loss(3.4, 4.0), loss(1.0, 7.0)).level, Level::Weak, "0.85 of the unigram model's loss");
         assert_eq!(of(loss(2.0, 7.0), loss(5.2, 7.0)).level, Level::Ok);
     }

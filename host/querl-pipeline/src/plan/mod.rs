@@ -27,9 +27,8 @@ use crate::failure::Stop;
 use crate::hub_name;
 use crate::ledger::{Ledger, StageName, listing};
 use crate::report::win_rate_note;
-use crate::run::{Run, outside_for_scoring};
+use crate::run::{Run, async_runtime, outside_for_scoring};
 use crate::stages::changed_since_data;
-use anyhow::Context;
 use inputs::PlanInputs;
 use lookups::LookedUp;
 use loss::{base_loss, spread};
@@ -110,7 +109,7 @@ pub fn plan(
             querl_model::set_threads(config.threads);
             querl_model::check_weights(&config.model.path).map_err(Stop::of_model)?;
             let passages: Vec<&str> = inputs.passages.iter().map(String::as_str).collect();
-            Some(base_loss(&config.model, inputs.train(), &passages)?)
+            Some(base_loss(config, inputs.train(), &passages)?)
         }
     };
     let changed_since_data = changed(config, &dir, run.as_ref(), has_dataset);
@@ -148,11 +147,7 @@ fn look_up(config: &Config, inputs: &PlanInputs, run: Option<&Run>) -> anyhow::R
     if let Some(run) = run {
         return look_up_in(config, inputs, &run.outside, &run.runtime);
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .context("cannot start the async runtime (tokio)")?;
-    look_up_in(config, inputs, &outside_for_scoring(config)?, &runtime)
+    look_up_in(config, inputs, &outside_for_scoring(config)?, &async_runtime()?)
 }
 
 /// Runs retrieval; paid calls are recorded, also after a failure.
@@ -267,9 +262,7 @@ pub fn summary(config: &Config) -> anyhow::Result<Vec<Advice>> {
 /// Logs what the [`summary`] finds, unless a stage of the run is finished: as a warning what makes a gain less likely. Errors are ignored here,
 /// since the stages report them. `path`: the configuration file, for the command that says what to do.
 pub fn log_summary(config: &Config, path: &Path) {
-    let has_finished_stage = |ledger: Ledger| {
-        StageName::ALL.into_iter().any(|stage| ledger.entry(stage.as_str()).is_some_and(|entry| entry.finished))
-    };
+    let has_finished_stage = |ledger: Ledger| StageName::ALL.into_iter().any(|stage| ledger.finished(stage).is_some());
     if Ledger::open(&RunDir::new(&config.output_dir).stages()).is_ok_and(has_finished_stage) {
         return;
     }

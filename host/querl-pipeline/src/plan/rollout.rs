@@ -4,7 +4,7 @@
 use super::advice::{Advice, Level, mean, percent, share};
 use super::comparison::standard_deviation;
 use super::loss::spread;
-use crate::environment::{Baselines, Judging, RowColumns, ScoreRequest, Scorer, Services};
+use crate::environment::{Baselines, Judging, RowColumns, ScoreRequest};
 use crate::ledger::{Ledger, StageName, rows_of};
 use crate::run::Run;
 use crate::training::Base;
@@ -17,7 +17,6 @@ use querl_model::{
 use querl_train::rl;
 use serde::Serialize;
 use std::collections::HashSet;
-use std::time::Duration;
 
 /// Number of queries of the trial rollout.
 pub(super) const N_QUERIES: usize = 8;
@@ -105,11 +104,11 @@ impl RolloutFacts {
                 "rollout",
                 Level::Bad,
                 finding,
-                "look at retrieval and judge: `querl rag check`, judge.kind",
+                "check the services: `querl rag check CONFIG`, and judge.kind",
             );
         };
         let finding = format!(
-            "{} queries with {} samples of {}: mean reward {reward:.3}, deviation within groups {deviation:.3}, {} of groups without variance, {} distinct, {} repetitive, {} without a rewrite, {} truncated",
+            "{} queries with {} samples each of the policy `{}`: mean reward {reward:.3}, standard deviation within the samples of a query {deviation:.3}, {} of queries with equal rewards; {} of rewrites distinct, {} repetitive, {} of responses without a rewrite, {} truncated",
             self.n_groups,
             self.n_samples / self.n_groups.max(1),
             self.policy,
@@ -134,9 +133,15 @@ impl RolloutFacts {
                 "rewards do not distinguish samples: add a graded reward, raise rl.temperature, or use PPO with a critic",
             )
         } else if self.zero_variance_share >= WEAK_SHARE {
-            (Level::Weak, "raise rl.n_samples or rl.temperature: groups without variance teach GRPO and RLOO nothing")
+            (
+                Level::Weak,
+                "raise rl.n_samples or rl.temperature: a query with equal rewards teaches GRPO and RLOO nothing",
+            )
         } else if self.dropped_share > WEAK_SHARE {
-            (Level::Weak, "many samples cannot be scored: look at the failures of retrieval and judge")
+            (
+                Level::Weak,
+                "many samples cannot be scored: check retrieval and judge (`querl rag check CONFIG`, judge.kind)",
+            )
         } else {
             (Level::Ok, "nothing to do: samples of a query get different rewards")
         };
@@ -153,7 +158,7 @@ impl RolloutFacts {
         if !is_noise || fail || (own.level == Level::Ok && self.policy != BASE) {
             return own;
         }
-        let action = "see the line `base model` first: a base that is noise writes such responses";
+        let action = "see the line `base model` first: a base that does not know the language writes such responses";
         Advice::new("rollout", own.level.max(Level::Unknown), own.finding, action)
     }
 }
@@ -173,7 +178,7 @@ pub(super) fn trial_rollout(run: &Run, train: &[DatasetRow]) -> anyhow::Result<R
 fn sample(run: &Run, rows: &[DatasetRow]) -> anyhow::Result<(&'static str, Vec<Vec<PolicyResponse>>)> {
     let config = &run.config;
     let ledger = Ledger::open(&run.dir.stages())?;
-    let is_trained = ledger.entry(StageName::Sft.as_str()).is_some_and(|entry| entry.finished);
+    let is_trained = ledger.finished(StageName::Sft).is_some();
     let base = match is_trained {
         true => Base::of(config, &run.dir, StageName::Sft)?,
         false => Base { model: config.model.path.clone(), adapter: None },
@@ -216,9 +221,7 @@ fn sample(run: &Run, rows: &[DatasetRow]) -> anyhow::Result<(&'static str, Vec<V
 /// Scores all responses as one batch, as in training, because rewards may compare the samples of a group.
 fn score(run: &Run, rows: &[DatasetRow], responses: &[Vec<PolicyResponse>]) -> anyhow::Result<Vec<SampledGroup>> {
     run.plugins.check_style()?;
-    let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
-    let services = Services { deadline, ..run.services()? }.read_by_rewards();
-    let scorer = Scorer::new(services, run.runtime.handle().clone());
+    let scorer = run.reward_scorer()?;
     let columns = RowColumns::read(scorer.rewards(), &run.config.data, rows)?;
     let baselines = Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind);
     let judging = Judging::of(&run.config.judge);

@@ -169,9 +169,9 @@ impl TokenizerFacts {
                  take a model whose tokenizer knows them"
             }
             Level::Bad => {
-                "take a model whose tokenizer knows this language, or pretrain one on its texts; fine-tuning cannot mend it"
+                "take a model whose tokenizer knows this language, or pretrain one on its texts; fine-tuning cannot change it"
             }
-            Level::Weak => "compare a model whose tokenizer knows more of this language; allow more rl.max_new_tokens",
+            Level::Weak => "try a model whose tokenizer knows more of this language, or raise rl.max_new_tokens",
             _ => "nothing to do",
         };
         Advice::new("tokenizer", level, finding, action)

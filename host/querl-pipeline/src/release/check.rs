@@ -2,6 +2,7 @@
 
 use crate::exchange::shell_word;
 use crate::failure::Stop;
+use crate::files::{unreadable, write_json};
 use crate::ledger::{Inputs, Ledger, StageName, rows_of};
 use crate::report::{evaluation_options, outdated_by};
 use crate::serving::{IdentityReader, ModelIdentity, PROMPT_PLUGIN, ServedRun};
@@ -9,10 +10,10 @@ use crate::stages::eval::add_decoding;
 use anyhow::Context;
 use chrono::{SecondsFormat, Utc};
 use querl_core::dir_lock::DirLock;
-use querl_core::fsx::{self, write_atomic};
+use querl_core::fsx;
 use querl_core::records::{DatasetRow, EvalRecord, Split};
 use querl_core::run_dir::RunDir;
-use querl_eval::{ComparedSystem, Comparison, ComparisonOptions, EvalOptions, Metric, compare};
+use querl_eval::{ComparedSystem, Comparison, ComparisonOptions, ComparisonVerdict, EvalOptions, Metric, compare};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -62,17 +63,9 @@ struct StoredEvidence {
     against: StoredAgainst,
     metric: Metric,
     margin: f64,
-    verdict: StoredVerdict,
+    verdict: ComparisonVerdict,
     n: usize,
     difference: Value,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum StoredVerdict {
-    Passed,
-    Lost,
-    Unclear,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -123,8 +116,7 @@ pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyh
     let file =
         format!("{}.{}.json", against.identity.as_ref().map_or(&against.name, |of| &of.version), options.metric.name());
     let path = run.dir.release().join(file);
-    let text = serde_json::to_string_pretty(&evidence)? + "\n";
-    write_atomic(&path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))?;
+    write_json(&path, &evidence)?;
     Ok(CheckedComparison { comparison, names, evidence })
 }
 
@@ -151,10 +143,9 @@ impl Evaluated {
     fn read(run: &ServedRun, identities: &mut IdentityReader) -> anyhow::Result<Self> {
         let (dir, name) = (&run.dir, run.dir.root().display().to_string());
         let ledger = Ledger::open(&dir.stages())?;
-        let entry = ledger.entry(StageName::Eval.as_str()).filter(|entry| entry.finished);
-        let not_evaluated =
-            || Stop::usage(format!("{name}: not evaluated yet; run `querl eval CONFIG` first, or `querl run CONFIG`"));
-        let entry = entry.ok_or_else(not_evaluated)?;
+        let entry = ledger.finished(StageName::Eval).ok_or_else(|| {
+            Stop::usage(format!("{name}: not evaluated yet; run `querl eval CONFIG` first, or `querl run CONFIG`"))
+        })?;
         entry.outputs.check(dir.root(), StageName::Eval, &dir.eval_records())?;
         // An evaluation of an earlier checkpoint, or with other decoding settings, does not apply to this model.
         let mut now = run.checkpoint_inputs()?;
@@ -252,13 +243,13 @@ pub(super) fn passed_check(
     };
     let about = stored(dir)?.into_iter().filter(|evidence| is_against(evidence));
     let (fitting, outdated): (Vec<_>, Vec<_>) = about.partition(|evidence| evidence.model == *model);
-    let is_lost = |evidence: &StoredEvidence| matches!(evidence.verdict, StoredVerdict::Lost);
+    let is_lost = |evidence: &StoredEvidence| evidence.verdict == ComparisonVerdict::Lost;
     // For a first release, raw and teacher are checked separately: a model may lose to its teacher.
     let is_same =
         |one: &StoredEvidence, other: &StoredEvidence| current.is_some() || one.against.name == other.against.name;
     let is_passed = |evidence: &StoredEvidence| {
         let is_contradicted = || fitting.iter().any(|other| is_lost(other) && is_same(other, evidence));
-        matches!(evidence.verdict, StoredVerdict::Passed) && !is_contradicted()
+        evidence.verdict == ComparisonVerdict::Passed && !is_contradicted()
     };
     if let Some(passed) = fitting.iter().find(|evidence| is_passed(evidence)) {
         let StoredEvidence { time, against, metric, margin, n, difference, .. } = passed;
@@ -294,8 +285,7 @@ fn stored(dir: &RunDir) -> anyhow::Result<Vec<StoredEvidence>> {
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
     paths.sort();
     let read = |path: &std::path::PathBuf| {
-        let bytes = fsx::read_bounded(path, MAX_EVIDENCE_BYTES);
-        let bytes = bytes.with_context(|| format!("{}: cannot be read", path.display()))?;
+        let bytes = fsx::read_bounded(path, MAX_EVIDENCE_BYTES).with_context(|| unreadable(path))?;
         serde_json::from_slice(&bytes).map_err(|error| {
             let problem = fsx::json_problem(&error);
             Stop::usage(format!("{}: not the result of a check ({problem}); check the run again", path.display()))

@@ -85,7 +85,7 @@ pub(super) fn records(run: &ServedRun) -> anyhow::Result<Vec<EvalRecord>> {
         return Ok(Vec::new());
     }
     let ledger = Ledger::open(&run.dir.stages())?;
-    if let Some(entry) = ledger.entry(StageName::Eval.as_str()).filter(|entry| entry.finished) {
+    if let Some(entry) = ledger.finished(StageName::Eval) {
         entry.outputs.check(run.dir.root(), StageName::Eval, &path)?;
     }
     let mut found = Vec::new();

@@ -38,7 +38,9 @@ impl ServedRun {
     pub(super) fn warn_unfinished(&self, what: &str) {
         if self.stage == StageName::Sft && self.dir.rl().exists() {
             let folder = self.dir.root().display();
-            tracing::warn!("{folder}: the stage `rl` is not finished; the model of `sft` is {what}");
+            tracing::warn!(
+                "{folder}: the stage `rl` is not finished; the model of `sft` is {what}; `querl run CONFIG` finishes `rl`"
+            );
         }
     }
 
@@ -57,7 +59,7 @@ impl ServedRun {
             }
         }
         let ledger = Ledger::open(&dir.stages())?;
-        let is_finished = |stage: &StageName| ledger.entry(stage.as_str()).is_some_and(|entry| entry.finished);
+        let is_finished = |stage: &StageName| ledger.finished(*stage).is_some();
         let stage = [StageName::Rl, StageName::Sft].into_iter().find(is_finished).ok_or_else(|| {
             Stop::usage(match ledger.is_empty() && dir.sft().exists() {
                 true => format!(
@@ -66,7 +68,7 @@ impl ServedRun {
                     dir.sft().display()
                 ),
                 false => {
-                    format!("{}: no model was trained here yet; finish `querl sft` or `querl rl`", folder.display())
+                    format!("{}: no model was trained here yet; run `querl run CONFIG`", folder.display())
                 }
             })
         })?;
@@ -180,7 +182,7 @@ impl IdentityReader {
         let plugin = self.hosts.open_pinned_prompts(&run.config, &run.dir)?.1;
         let dtype = run.config.model.dtype;
         let ledger = Ledger::open(&run.dir.stages())?;
-        let outputs = ledger.entry(run.stage.as_str()).map(|entry| &entry.outputs);
+        let outputs = ledger.entry(run.stage).map(|entry| &entry.outputs);
         let mut digests = outputs.map(|outputs| outputs.digests(ledger.root(), &run.checkpoint())).unwrap_or_default();
         let version = run.version(&base, dtype, &checkpoint.digest(), &plugin);
         digests.insert(BASE_MODEL.into(), base);

@@ -35,7 +35,7 @@ pub fn steps(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<Step>> {
     ];
     let (mut steps, mut calls) = (Vec::new(), BTreeMap::new());
     for (stage, read) in read {
-        let Some(entry) = ledger.entry(stage.as_str()).filter(|entry| entry.finished) else { break };
+        let Some(entry) = ledger.finished(stage) else { break };
         if let Some((before, path)) = read
             && !entry.inputs.is_of(before, &path)?
         {
@@ -64,11 +64,10 @@ pub fn notes(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<String>> {
     ];
     let (mut notes, mut ends) = (Vec::new(), false);
     for (stage, path, next) in read {
-        let finished = |stage: StageName| ledger.entry(stage.as_str()).filter(|entry| entry.finished);
-        let Some(entry) = finished(stage) else { break };
+        let Some(entry) = ledger.finished(stage) else { break };
         let change =
             entry.outputs.difference(dir.root(), &path)?.map(|(file, change)| format!("{file} of {stage} {change}"));
-        let is_read = finished(next).map_or(Ok(true), |next| next.inputs.is_of(stage, &path))?;
+        let is_read = ledger.finished(next).map_or(Ok(true), |next| next.inputs.is_of(stage, &path))?;
         let end = (!is_read && !ends).then(|| format!("the row funnel ends at {stage}"));
         ends |= !is_read;
         match (change, end) {
@@ -78,7 +77,7 @@ pub fn notes(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<String>> {
             (None, None) => {}
         }
     }
-    if let Some(entry) = ledger.entry(StageName::Convert.as_str()).filter(|entry| entry.finished) {
+    if let Some(entry) = ledger.finished(StageName::Convert) {
         for split in Split::ALL {
             let change = entry.outputs.difference(dir.root(), &dir.split(split))?;
             notes.extend(change.map(|(file, change)| format!("{file} of {} {change}", StageName::Convert)));
@@ -141,7 +140,7 @@ const EXPECTED: [(StageName, &str, u64, u64); 5] = [
 /// small, about which `rewrite` warns.
 pub fn size_warning(stage: StageName, facts: &Facts, ledger: &Ledger) -> Option<String> {
     let (_, name, least, _) = EXPECTED[0];
-    let of_rewrite = ledger.entry(StageName::Rewrite.as_str()).map(|entry| &entry.facts);
+    let of_rewrite = ledger.entry(StageName::Rewrite).map(|entry| &entry.facts);
     let is_small = of_rewrite.is_some_and(|facts| facts.get(name).is_some() && facts.count(name) < least);
     if stage != StageName::Rewrite && is_small {
         return None;
@@ -195,12 +194,12 @@ mod tests {
     fn every_row_is_kept_or_dropped_once_under_its_code() {
         let folder = tempfile::tempdir().unwrap();
         let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
-        let mut put = |stage: &str, finished, figures: &[(&str, u64)]| {
+        let mut put = |stage, finished, figures: &[(&str, u64)]| {
             let entry = Entry { finished, facts: facts(figures), ..Entry::begun(Inputs::default()) };
             ledger.put(stage, entry).unwrap();
         };
         put(
-            "rewrite",
+            StageName::Rewrite,
             true,
             &[
                 ("rows read", 12),
@@ -212,14 +211,14 @@ mod tests {
             ],
         );
         put(
-            "validate",
+            StageName::Validate,
             true,
             &[("looked up", 8), ("found passages", 6), ("found nothing", 1), ("retrieval failed", 1), ("- timeout", 1)],
         );
         let codes =
             [("- top1_below_threshold", 2), ("- teacher_rate_limited", 1), ("- retrieval_timeout", 1), ("- empty", 1)];
         put(
-            "convert",
+            StageName::Convert,
             true,
             &[&[("kept", 4), ("dropped", 5)][..], &codes, &[("rows for training and evaluation", 6), ("- train", 2)]]
                 .concat(),
@@ -235,7 +234,7 @@ mod tests {
             "  convert    7 in   4 kept  dropped: top1_below_threshold 2, empty 1",
         ];
         assert_eq!(lines(&steps), expected);
-        ledger.put("convert", Entry::begun(Inputs::default())).unwrap();
+        ledger.put(StageName::Convert, Entry::begun(Inputs::default())).unwrap();
         assert_eq!(super::steps(&ledger, &dir).unwrap().len(), 2, "a stage that is not finished has no share");
     }
 
@@ -246,7 +245,7 @@ mod tests {
         let dir = RunDir::new(folder.path());
         let mut ledger = Ledger::open(&dir.stages()).unwrap();
         let put = |ledger: &mut Ledger, stage: StageName, inputs: Inputs| {
-            ledger.put(stage.as_str(), Entry { finished: true, ..Entry::begun(inputs) }).unwrap();
+            ledger.put(stage, Entry { finished: true, ..Entry::begun(inputs) }).unwrap();
         };
         std::fs::create_dir_all(dir.rewrites().parent().unwrap()).unwrap();
         std::fs::write(dir.rewrites(), "first").unwrap();
@@ -272,7 +271,7 @@ mod tests {
         assert_eq!((of(&ledger, StageName::Rewrite, &many), of(&ledger, StageName::Sft, &[])), (None, None));
         // Regression: five warnings in one run of a small table.
         let small = [("rows read", 158), ("rewritten", 158)];
-        ledger.put("rewrite", Entry { facts: facts(&small), ..Entry::begun(Inputs::default()) }).unwrap();
+        ledger.put(StageName::Rewrite, Entry { facts: facts(&small), ..Entry::begun(Inputs::default()) }).unwrap();
         assert!(of(&ledger, StageName::Rewrite, &small).unwrap().starts_with("rewrite: rows read is 158; "));
         assert_eq!(of(&ledger, StageName::Convert, &few), None);
         let of_table = "rows read is 499; 500 to 1000 are usual, and results of fewer are less conclusive";

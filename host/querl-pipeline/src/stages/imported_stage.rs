@@ -28,7 +28,7 @@ pub(crate) fn import_stage(
     let stage = stage_of(name);
     let begun = Entry::begun(stage.inputs(run, &ledger)?);
     let earlier = set_aside(run, &ledger, stage)?;
-    ledger.put(name.as_str(), begun.clone())?;
+    ledger.put(name, begun.clone())?;
     if let Some(earlier) = &earlier {
         earlier.settle().with_context(|| format!("{name}: previous cannot be written"))?;
     }
@@ -40,7 +40,7 @@ pub(crate) fn import_stage(
     });
     match written {
         Ok((entry, kept)) => {
-            ledger.put(name.as_str(), entry)?;
+            ledger.put(name, entry)?;
             Ok(kept)
         }
         Err(error) => {
@@ -49,7 +49,7 @@ pub(crate) fn import_stage(
                 None => {
                     stage.owned(&run.dir).iter().try_for_each(|path| remove(path))?;
                     metrics_log::remove_lines(&run.dir.metrics(), name.as_str())?;
-                    ledger.put(name.as_str(), None::<Entry>)?;
+                    ledger.put(name, None::<Entry>)?;
                 }
             }
             Err(error)

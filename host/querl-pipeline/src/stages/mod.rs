@@ -146,7 +146,7 @@ fn check_upstream(run: &Run, ledger: &Ledger, first: StageName) -> anyhow::Resul
     // From the latest to the earliest stage, because a stage depends only on earlier ones.
     while let Some(name) = open.pop_last() {
         let inputs = stage_of(name).inputs(run, ledger)?;
-        let Some(entry) = ledger.entry(name.as_str()) else { continue };
+        let Some(entry) = ledger.entry(name) else { continue };
         let changed = inputs.changed_since(&entry.inputs);
         let stale = inputs.upstream().into_iter().find(|(file, _)| changed.iter().any(|name| name == file));
         if let Some((file, _)) = stale {
@@ -176,7 +176,7 @@ pub(crate) fn changed_since_data(
 ) -> anyhow::Result<Vec<String>> {
     let mut then = Inputs::default();
     for name in [StageName::Rewrite, StageName::Validate, StageName::Convert] {
-        if let Some(entry) = ledger.entry(name.as_str()) {
+        if let Some(entry) = ledger.entry(name) {
             then.extend(&entry.inputs);
         }
     }
@@ -245,7 +245,7 @@ fn decide_on(run: &Run, ledger: &Ledger, name: StageName, inputs: &Inputs, windo
     let left = [stage.outputs(&run.dir), stage.tables(run)].concat();
     match window.forced_from {
         Some(first) if name >= first => Decision::StartOver(format!("--from {first}")),
-        _ => decide(ledger.entry(name.as_str()), inputs, &left, |input| stage.keeps_rows(input)),
+        _ => decide(ledger.entry(name), inputs, &left, |input| stage.keeps_rows(input)),
     }
 }
 
@@ -347,7 +347,7 @@ fn execute(
     let name = stage.name();
     run.write_config()?;
     let begun = Entry::begun(inputs);
-    ledger.put(name.as_str(), begun.clone())?;
+    ledger.put(name, begun.clone())?;
     earlier.map_or(Ok(()), Previous::settle).with_context(|| format!("{name}: previous cannot be written"))?;
     let start = Instant::now();
     let done = {
@@ -366,7 +366,7 @@ fn execute(
     let (outputs, logs) = (Outputs::of(run.dir.root(), &stage.outputs(&run.dir))?, logs(run, stage)?);
     let (n_failed, facts) = (done.n_failed, done.facts.clone());
     let entry = Entry { finished: true, n_failed, facts, seconds, outputs, logs, ..begun };
-    ledger.put(name.as_str(), entry)?;
+    ledger.put(name, entry)?;
     settle(run, stage)?;
     for warning in funnel::size_warning(name, &done.facts, ledger).into_iter().chain(stage.warning(run, &done.facts)) {
         run.reporter.message(&format!("warning: {warning}"));

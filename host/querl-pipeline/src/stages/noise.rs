@@ -93,7 +93,7 @@ pub(super) fn warning(facts: &Facts, form: RewriteForm) -> Option<String> {
 
 /// Before RL, stops or warns, as `on_noise` says, if the model after SFT produces noise. The result of SFT is kept.
 pub(super) fn before_rl(run: &Run, ledger: &Ledger, on_noise: OnNoise) -> Result<(), Stop> {
-    let sft = ledger.entry(StageName::Sft.as_str());
+    let sft = ledger.entry(StageName::Sft);
     let form = run.config.data.rewrite_form;
     let Some(warning) = sft.and_then(|entry| warning(&entry.facts, form)) else { return Ok(()) };
     match on_noise {

@@ -24,7 +24,7 @@ pub(super) struct Previous {
 /// Moves the results of `stage` to `previous/`; `None` if there are none. Call [`Previous::settle`] once the ledger has the new run.
 pub(super) fn set_aside(run: &Run, ledger: &Ledger, stage: &dyn Stage) -> anyhow::Result<Option<Previous>> {
     let (dir, name) = (&run.dir, stage.name());
-    let (entry, metrics) = (ledger.entry(name.as_str()), metrics_log::lines_of(&dir.metrics(), name.as_str())?);
+    let (entry, metrics) = (ledger.entry(name), metrics_log::lines_of(&dir.metrics(), name.as_str())?);
     let owned: Vec<PathBuf> = owned(dir, stage).into_iter().filter(|path| path.exists()).collect();
     if entry.is_none() && owned.is_empty() && metrics.is_empty() {
         return Ok(None);
@@ -66,7 +66,7 @@ pub(super) fn recover(dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<Vec<S
             moved.move_back(dir, ledger)?;
             restored.extend(is_whole.then_some(name));
         }
-        let is_unfinished = ledger.entry(name.as_str()).is_some_and(|entry| !entry.finished);
+        let is_unfinished = ledger.entry(name).is_some_and(|entry| !entry.finished);
         // The stopped result was set aside last.
         let earlier = kept().rev().find(|kept| kept.entry().is_ok());
         if let Some(earlier) = earlier.filter(|_| is_unfinished && !stage_of(name).is_resumable(dir)) {
@@ -108,7 +108,7 @@ impl Previous {
         let back = |ledger: &mut Ledger| -> anyhow::Result<()> {
             // The entry is the last file that is written before files are moved here.
             if let Ok(entry) = self.entry() {
-                ledger.put(self.name.as_str(), entry)?;
+                ledger.put(self.name, entry)?;
                 merge(&self.files(), dir.root())?;
                 let lines = metrics_log::read(&self.metrics())?;
                 metrics_log::replace_lines(&dir.metrics(), self.name.as_str(), &lines)?;

@@ -2,9 +2,7 @@
 
 use super::stage::{self, Done, Stage, has_content, remove};
 use super::{leaks, spending};
-use crate::environment::{
-    Baseline, Baselines, EpisodeLog, Judging, Phase, RowColumns, Scorer, Services, TrainingEnvironment,
-};
+use crate::environment::{Baseline, Baselines, EpisodeLog, Judging, Phase, RowColumns, TrainingEnvironment};
 use crate::failure::ending;
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
@@ -24,7 +22,6 @@ use querl_train::job::memory_plan::{MemoryRequest, PlannedStage};
 use querl_train::job::{Callbacks, Environments, Failure, FailureKind, JobError, RlJob};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 /// Keys that do not change the result.
 const WITHOUT_EFFECT: [&str; 5] = ["pipeline_parts", "save_steps", "save_interval_s", "save_total_limit", "record"];
@@ -140,10 +137,7 @@ impl Stage for Rl {
             self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, arithmetic);
         let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
         let baselines = Arc::new(Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind));
-        let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
-        let services = Services { deadline, ..run.services()? }.read_by_rewards();
-        let scorer = Arc::new(Scorer::new(services, run.runtime.handle().clone()));
-        let log = Arc::new(log);
+        let (scorer, log) = (Arc::new(run.reward_scorer()?), Arc::new(log));
         let environment = |rows: &[DatasetRow], phase| -> anyhow::Result<TrainingEnvironment> {
             Ok(TrainingEnvironment {
                 columns: RowColumns::read(scorer.rewards(), &run.config.data, rows)?,
@@ -290,6 +284,7 @@ fn planned(rl: &RlConfig, n_rows: usize) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::serving::deployment::MINIMAL_CONFIG;
     use querl_train::TrainError;
 
     #[test]
@@ -307,9 +302,8 @@ mod tests {
     /// Symptom: RL on a recorded teacher that lacked half of the rows ended with `baseline_missing` alone.
     #[test]
     fn rows_without_a_baseline_are_counted_with_their_file_and_what_to_do() {
-        let toml = "tenant = 'a'\n[data]\n[teacher]\nkind = 'recorded'\npath = 'teacher.jsonl'\n[model]\npath = 'm'\n[retrieval]\nkind = 'none'\n\
-                    [plugins]\nprompt = { path = 'p' }\nrewards = [{ path = 'r' }]\n";
-        let config: Config = toml::from_str(toml).unwrap();
+        let mut config: Config = toml::from_str(MINIMAL_CONFIG).unwrap();
+        config.teacher.path = Some("teacher.jsonl".into());
         let of = |reason: &str, lacking| {
             let error = TrainError::DropRate {
                 step: 0,

@@ -336,6 +336,7 @@ pub(crate) fn add_audit(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::serving::deployment::MINIMAL_CONFIG;
 
     /// Otherwise a run whose rewrites become edits would report each of them as a separate change.
     #[test]
@@ -345,18 +346,9 @@ mod tests {
             std::fs::write(folder.path().join(file), "{}").unwrap();
         }
         let path = |name: &str| Some(folder.path().join(name));
-        let mut config: Config = toml::from_str(
-            r#"
-            tenant = "shop"
-            data = { input = "none" }
-            teacher = { kind = "recorded" }
-            retrieval = { kind = "embedded", language = "en" }
-            model = { path = "none" }
-            plugins = { prompt = { path = "none" }, rewards = [] }
-            "#,
-        )
-        .unwrap();
+        let mut config: Config = toml::from_str(MINIMAL_CONFIG).unwrap();
         let retrieval = &mut config.retrieval;
+        (retrieval.kind, retrieval.language) = (RetrievalKind::Embedded, Language::En);
         (retrieval.knowledge_base, retrieval.lexicon) = (path("kb.jsonl"), path("lexicon.txt"));
         (retrieval.user_dictionary, retrieval.synonyms) = (path("words.txt"), path("synonyms.txt"));
         (retrieval.embedding.kind, retrieval.embedding.path) = (EmbeddingKind::Local, path(""));

@@ -20,12 +20,12 @@ pub use grid::GridKey;
 pub use results::{CombinationResult, SweepReport};
 
 use crate::failure::Stop;
-use crate::files::unwritable;
+use crate::files::{unreadable, write_json};
 use anyhow::Context;
 use grid::{Settings, combinations, rungs};
 use querl_core::config::{Config, ConfigError, ConfigLocation, Overrides, RetrievalKind, load};
 use querl_core::dir_lock::DirLock;
-use querl_core::fsx::{read_bounded, write_atomic};
+use querl_core::fsx::read_bounded;
 use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
 use querl_train::rl::{EVALUATION_RETRIEVAL, EVALUATION_REWARD};
@@ -191,8 +191,7 @@ impl<'a> Sweep<'a> {
         if !path.exists() {
             return Ok(());
         }
-        let bytes =
-            read_bounded(&path, MAX_REPORT_BYTES).with_context(|| format!("{}: cannot be read", path.display()))?;
+        let bytes = read_bounded(&path, MAX_REPORT_BYTES).with_context(|| unreadable(&path))?;
         let known: Value = serde_json::from_slice(&bytes).map_err(|error| {
             Stop::usage(format!("{}: not the report of a sweep ({error}); name another --out", path.display()))
         })?;
@@ -282,10 +281,7 @@ impl<'a> Sweep<'a> {
     }
 
     fn write(&self, report: &SweepReport) -> anyhow::Result<()> {
-        let path = self.options.out.join(REPORT);
-        let mut text = serde_json::to_vec_pretty(report).context("the report has no JSON form")?;
-        text.push(b'\n');
-        write_atomic(&path, &text).with_context(|| unwritable(&path))
+        write_json(&self.options.out.join(REPORT), report)
     }
 }
 

@@ -137,11 +137,7 @@ fn n_different(source: &RunDir, own: &BTreeMap<String, String>) -> anyhow::Resul
         return Ok(None);
     }
     let ledger = Ledger::open(&source.stages())?;
-    let is_prepared = ledger.entry(StageName::Convert.as_str()).is_some_and(|entry| entry.finished);
-    let config = match is_prepared {
-        true => load_resolved(&source.config()).ok(),
-        false => None,
-    };
+    let config = ledger.finished(StageName::Convert).and_then(|_| load_resolved(&source.config()).ok());
     let Some(theirs) = config.map(|config| prepared_settings(&config)).transpose()? else { return Ok(None) };
     let keys: BTreeSet<&String> = own.keys().chain(theirs.keys()).collect();
     Ok(Some(keys.into_iter().filter(|key| own.get(*key) != theirs.get(*key)).count()))
@@ -152,8 +148,7 @@ fn n_different(source: &RunDir, own: &BTreeMap<String, String>) -> anyhow::Resul
 fn copy_stages(from: &RunDir, to: &RunDir) -> anyhow::Result<bool> {
     let Ok(_lock) = DirLock::take(from.root()) else { return Ok(false) };
     let ledger = Ledger::open(&from.stages())?;
-    let finished = |stage: &StageName| ledger.entry(stage.as_str()).filter(|entry| entry.finished);
-    let stages: Vec<StageName> = SHARED.into_iter().take_while(|stage| finished(stage).is_some()).collect();
+    let stages: Vec<StageName> = SHARED.into_iter().take_while(|stage| ledger.finished(*stage).is_some()).collect();
     let unwritable = || unwritable(to.root());
     let name = to.root().file_name().unwrap_or_default().to_string_lossy();
     let copied = RunDir::new(to.root().with_file_name(format!(".querl-{name}")));
@@ -174,7 +169,7 @@ fn copy_stages(from: &RunDir, to: &RunDir) -> anyhow::Result<bool> {
     write_atomic(&copied.metrics(), metrics.as_bytes()).with_context(unwritable)?;
     let mut entries = Ledger::open(&copied.stages())?;
     for stage in &stages {
-        entries.put(stage.as_str(), finished(stage).cloned())?;
+        entries.put(*stage, ledger.finished(*stage).cloned())?;
     }
     // Removes the files of a process that was killed before its first stage.
     remove_folder(to.root()).with_context(unwritable)?;
@@ -215,10 +210,13 @@ mod tests {
     use querl_core::records::{self, CallFailure};
     use querl_train::job::{Failure, FailureKind};
 
-    fn prepared(root: &Path, finished: &[&str]) -> RunDir {
+    const WHOLE: [StageName; 5] =
+        [StageName::Rewrite, StageName::Validate, StageName::Convert, StageName::Sft, StageName::Rl];
+
+    fn prepared(root: &Path, finished: &[StageName]) -> RunDir {
         let dir = RunDir::new(root);
         let mut ledger = Ledger::open(&dir.stages()).unwrap();
-        for stage in ["rewrite", "validate", "convert", "sft", "rl"] {
+        for stage in WHOLE {
             let is_finished = finished.contains(&stage);
             ledger.put(stage, Entry { finished: is_finished, ..Entry::begun(Inputs::default()) }).unwrap();
         }
@@ -236,7 +234,7 @@ mod tests {
     fn finished_stages_before_rl_are_taken_over_and_no_others() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        let whole = prepared(&at("whole"), &["rewrite", "validate", "convert", "sft", "rl"]);
+        let whole = prepared(&at("whole"), &WHOLE);
         let copied = RunDir::new(at("trials/one"));
         // A killed process had locked the folder.
         write_atomic(&copied.root().join(".in-use"), b"1").unwrap();
@@ -245,20 +243,20 @@ mod tests {
         assert!(has(&copied, "data/train.jsonl") && has(&copied, "sft/best/adapter_model.safetensors"));
         assert!(["sft/last", "rl", "episodes.jsonl", "calls.json"].into_iter().all(|file| !has(&copied, file)));
         let ledger = Ledger::open(&copied.stages()).unwrap();
-        assert!(ledger.entry("sft").unwrap().finished && ledger.entry("rl").is_none());
+        assert!(ledger.finished(StageName::Sft).is_some() && ledger.entry(StageName::Rl).is_none());
         assert_eq!(std::fs::read_to_string(copied.metrics()).unwrap(), "{\"stage\":\"sft\",\"step\":1}\n");
 
-        let half = prepared(&at("half"), &["rewrite", "validate", "convert"]);
+        let half = prepared(&at("half"), &WHOLE[..3]);
         let copied = RunDir::new(at("trials/two"));
         assert!(copy_stages(&half, &copied).unwrap());
         assert!(has(&copied, "data/train.jsonl") && !has(&copied, "sft"));
-        assert!(Ledger::open(&copied.stages()).unwrap().entry("sft").is_none());
+        assert!(Ledger::open(&copied.stages()).unwrap().entry(StageName::Sft).is_none());
     }
 
     #[test]
     fn nothing_is_taken_from_a_run_that_is_in_use() {
         let folder = tempfile::tempdir().unwrap();
-        let source = prepared(&folder.path().join("source"), &["rewrite", "validate", "convert"]);
+        let source = prepared(&folder.path().join("source"), &WHOLE[..3]);
         let _lock = DirLock::take(source.root()).unwrap();
         let copied = RunDir::new(folder.path().join("one"));
         assert!(!copy_stages(&source, &copied).unwrap());

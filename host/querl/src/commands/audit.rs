@@ -85,7 +85,7 @@ fn read_episodes(dir: &RunDir) -> Result<Vec<RecordedEpisode>, Stop> {
 /// A note if `rl` has not finished, because it is running or was stopped.
 fn unfinished(dir: &RunDir) -> Option<String> {
     let ledger = Ledger::open(&dir.stages()).ok();
-    let entry = ledger.as_ref().and_then(|ledger| ledger.entry(StageName::Rl.as_str()));
+    let entry = ledger.as_ref().and_then(|ledger| ledger.entry(StageName::Rl));
     if entry.is_some_and(|entry| entry.finished) {
         return None;
     }

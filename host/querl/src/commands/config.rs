@@ -14,7 +14,8 @@ use std::io::Write;
 
 #[derive(Debug, Subcommand)]
 pub enum ConfigCommand {
-    /// Check a configuration, the files that it names and its plugins' settings, and print all values, defaults included; builds no plugin
+    /// Check a configuration, the files that it names and its plugins' settings; builds no plugin. All values, defaults included, are
+    /// printed on stdout; warnings and `FILE: ok` on stderr
     Check(CheckArgs),
     /// List every key: what it takes, its default, what it means (`--json`: as JSON Schema, for editors)
     Schema(Format),
@@ -33,25 +34,35 @@ pub struct CheckArgs {
 
 pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
     let text = match command {
-        ConfigCommand::Check(args) => check(args)?.to_toml(),
+        ConfigCommand::Check(args) => return print_checked(args),
         ConfigCommand::Schema(Format { json: true }) => format!("{:#}\n", json_schema()),
         ConfigCommand::Schema(Format { json: false }) => schema_text(&keys()),
     };
-    std::io::stdout().write_all(text.as_bytes())?;
-    if let ConfigCommand::Check(args) = command {
-        terminal::print(&format!("{}: ok", args.config.path.display()));
+    Ok(std::io::stdout().write_all(text.as_bytes())?)
+}
+
+/// Prints the configuration, then the findings: a terminal ends with them.
+fn print_checked(args: &CheckArgs) -> anyhow::Result<()> {
+    let mut findings = Vec::new();
+    let config = check(args, &mut findings);
+    if let Ok(config) = &config {
+        std::io::stdout().write_all(config.to_toml().as_bytes())?;
     }
+    findings.iter().for_each(|line| terminal::print(line));
+    config?;
+    terminal::print(&format!("{}: ok", args.config.path.display()));
     Ok(())
 }
 
-fn check(args: &CheckArgs) -> anyhow::Result<Config> {
+/// Adds to `findings` the warnings, and the planned GPU memory.
+fn check(args: &CheckArgs, findings: &mut Vec<String>) -> anyhow::Result<Config> {
     let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
     let (config, opened) = check_model_last(&args.config.path, overrides, StageName::Eval, |config, file| {
         device::check_named(config)?;
         let table = open_queries(&config.data)?;
         let not_recorded = check_recording(config, &table)?;
         let unknown = check_knowledge_base(config, &table)?.map(|unknown| unknown.to_string());
-        not_recorded.iter().chain(&unknown).for_each(|warning| terminal::print(&format!("warning: {warning}")));
+        findings.extend(not_recorded.iter().chain(&unknown).map(|warning| format!("warning: {warning}")));
         if args.skip_plugins {
             return Ok(None);
         }
@@ -61,9 +72,8 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     if let Some((table, plugins)) = opened {
         check_first_prompt(&config, &table, plugins.prompts.as_ref())?;
     }
-    // The planned GPU memory, if the configuration names GPUs.
     if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {
-        querl_pipeline::memory_of_config(&config)?.iter().for_each(|line| terminal::print(line));
+        findings.extend(querl_pipeline::memory_of_config(&config)?);
     }
     Ok(config)
 }

@@ -77,7 +77,7 @@ impl Stats {
         let unknown_gold_ids = check_knowledge_base(config, &table)?;
         let dir = RunDir::new(&config.output_dir);
         let ledger = Ledger::open(&dir.stages())?;
-        let is_converted = ledger.entry(StageName::Convert.as_str()).is_some_and(|entry| entry.finished);
+        let is_converted = ledger.finished(StageName::Convert).is_some();
         let progress = StageProgress::start("data");
         let (mut splits, mut leaks) = (BTreeMap::new(), BTreeMap::new());
         let found = if is_converted {
@@ -92,7 +92,7 @@ impl Stats {
         warnings.extend(script_warning(config, &table)?);
         warnings.extend(unknown_gold_ids.map(|unknown| unknown.to_string()));
         warnings.extend(sizes(&ledger, table.findings()));
-        let rewritten = ledger.entry(StageName::Rewrite.as_str()).filter(|entry| entry.finished);
+        let rewritten = ledger.finished(StageName::Rewrite);
         warnings.extend(match rewritten {
             Some(entry) => funnel::not_recorded(config, &entry.facts),
             // Compares the table with the recorded teacher; a finished stage has the counts in its ledger entry.
@@ -133,7 +133,7 @@ impl Stats {
 
 /// Warnings about too few rows: of the finished stages, or of the table if none is finished.
 fn sizes(ledger: &Ledger, findings: &Findings) -> Vec<String> {
-    let finished = |stage: StageName| Some((stage, ledger.entry(stage.as_str()).filter(|entry| entry.finished)?));
+    let finished = |stage: StageName| Some((stage, ledger.finished(stage)?));
     let of_stages: Vec<_> = StageName::ALL.into_iter().filter_map(finished).collect();
     if of_stages.is_empty() {
         return funnel::table_size_warning(findings.n_rows as u64).into_iter().collect();

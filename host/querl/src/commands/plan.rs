@@ -18,7 +18,7 @@ pub struct PlanArgs {
     /// A configuration, or a run's folder
     #[arg(value_name = "CONFIG|RUN_DIR")]
     path: PathBuf,
-    /// Replace a key of the configuration: dotted key, TOML value; a bare word is a string
+    /// Replace a key of the configuration, such as rl.max_steps=5: a TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// The run directory of a configuration [default: output_dir of the file]

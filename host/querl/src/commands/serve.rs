@@ -188,7 +188,7 @@ pub struct RagArgs {
     configs: Vec<PathBuf>,
     #[command(flatten)]
     listen: ListenArgs,
-    /// Replace a key of every file: dotted key, TOML value; a bare word is a string
+    /// Replace a key of every configuration, such as retrieval.top_k=5: a TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
 }

@@ -30,7 +30,7 @@ pub struct SweepArgs {
     /// Successive halving: the worse half of the combinations stops early, and again at twice the steps
     #[arg(long)]
     halving: bool,
-    /// Replace a key of the file in every trial: dotted key, TOML value; a bare word is a string
+    /// Replace a key of the configuration in every trial, such as rl.max_steps=5: a TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// The folder of the sweep: sweep.json, and a run directory for each trial

@@ -109,12 +109,15 @@ impl ScalePlan {
             true => format!("{:.1} million weights", n_parameters / 1e6),
             false => format!("{:.2} billion weights", n_parameters / 1e9),
         };
-        let source =
-            if self.size.is_measured { "of the dataset" } else { "estimated: the data stages are not finished" };
+        let source = if self.size.is_measured {
+            "counted in the dataset"
+        } else {
+            "estimated: the data stages are not finished"
+        };
         let mut lines = vec![
             format!("on {}: {weights}, {} GPU(s)", self.cluster, self.cluster.n_gpus()),
             format!(
-                "  a step: {} queries, {} response(s) each; {:.0} tokens of prompt and {:.0} of response, at most {:.0} ({source})",
+                "  a step: {} queries, {} response(s) each; on average {:.0} tokens of prompt and {:.0} of response, at most {:.0} ({source})",
                 workload.n_queries,
                 workload.n_samples,
                 workload.prompt_tokens,
@@ -123,7 +126,7 @@ impl ScalePlan {
             ),
             format!("  assumes {}", self.assumptions),
             format!(
-                "  memory per GPU: {:.1} of {:.0} GiB (training state {:.1}, a pass {:.1}; rollout weights {:.1}, KV cache {:.1})",
+                "  memory per GPU: {:.1} of {:.0} GiB (training state {:.1}, forward and backward pass {:.1}; rollout weights {:.1}, KV cache {:.1})",
                 memory.peak_gib(),
                 memory.gpu_gib,
                 memory.training_gib,

@@ -18,7 +18,7 @@ pub(crate) struct CorpusArgs {
     /// The configuration: its knowledge base and prompt plugin are used, its query table is not
     #[arg(value_name = "CONFIG")]
     config: PathBuf,
-    /// Replace a key of the configuration: dotted key, TOML value; a bare word is a string
+    /// Replace a key of the configuration, such as rl.max_steps=5: a TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Where to write the corpus, as JSON lines

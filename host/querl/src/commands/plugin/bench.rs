@@ -31,7 +31,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N,N", value_delimiter = ',', default_values_t = [1, 8, 64],
           value_parser = clap::value_parser!(u32).range(1..=10_000))]
     batch: Vec<u32>,
-    /// A setting of the plugin: TOML value; a bare word is a string
+    /// A setting of the plugin, such as max_chars=40, not a key of a configuration: a TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     settings: Vec<String>,
     /// Factor between the measured maximum and the suggested limits

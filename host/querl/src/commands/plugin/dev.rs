@@ -53,7 +53,7 @@ pub struct DevArgs {
     /// Do not build the component
     #[arg(long)]
     no_component: bool,
-    /// A setting of the plugin: TOML value; a bare word is a string
+    /// A setting of the plugin, such as max_chars=40, not a key of a configuration: a TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     #[command(flatten)]

@@ -114,7 +114,7 @@ pub struct TestArgs {
     /// A bundle, a component or a source folder
     #[arg(value_name = "PATH")]
     path: PathBuf,
-    /// A setting to test it with: TOML value; a bare word is a string
+    /// A setting of the plugin, such as max_chars=40, not a key of a configuration: a TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     settings: Vec<String>,
     /// Number of repetitions of a call in the test of determinism

@@ -44,10 +44,10 @@ pub struct ReplayArgs {
     /// Compare with this plugin instead of the recorded outcomes
     #[arg(long, value_name = "PATH")]
     against: Option<PathBuf>,
-    /// A setting of the plugin: TOML value; a bare word is a string
+    /// A setting of the plugin, such as max_chars=40, not a key of a configuration: a TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     settings: Vec<String>,
-    /// A setting of the plugin of --against
+    /// A setting of the plugin of --against, as --settings
     #[arg(long, value_name = "KEY=VALUE", requires = "against")]
     against_settings: Vec<String>,
     /// Only the first N episodes

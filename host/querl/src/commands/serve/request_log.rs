@@ -26,7 +26,7 @@ pub(super) struct RequestLogArgs {
     /// A filter plugin, as a bundle, component or source folder; requests that it drops are logged without their texts
     #[arg(long, visible_alias = "request-log-filter", value_name = "PATH", requires = "request_log")]
     request_log_filter: Option<PathBuf>,
-    /// A setting of the filter: TOML value; a bare word is a string
+    /// A setting of the filter plugin, such as max_chars=40, not a key of a configuration: a TOML value; a bare word is a string
     #[arg(
         long,
         visible_alias = "request-log-filter-settings",

@@ -19,7 +19,7 @@ pub(super) struct RewardArgs {
     /// A run's folder, or a configuration; queries are known by id where its data stages are finished
     #[arg(value_name = "CONFIG|RUN_DIR")]
     path: PathBuf,
-    /// Replace a key of the configuration: dotted key, TOML value; a bare word is a string
+    /// Replace a key of the configuration, such as rl.max_steps=5: a TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     #[command(flatten)]

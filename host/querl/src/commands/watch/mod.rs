@@ -33,7 +33,7 @@ pub struct WatchArgs {
     /// The run folder
     #[arg(value_name = "DIR")]
     dir: PathBuf,
-    /// Print the display once to stdout, and end
+    /// Print the display once as plain text and exit, as without a terminal (a pipe, a file)
     #[arg(long)]
     once: bool,
     /// Width of the printed display in columns
@@ -170,7 +170,7 @@ impl Snapshot {
         }
         let ledger = Ledger::open(&dir.stages())?;
         let outdated = report::outdated(&ledger);
-        let state = |stage: StageName| match ledger.entry(stage.as_str()) {
+        let state = |stage: StageName| match ledger.entry(stage) {
             None => StageState::NotBegun,
             Some(_) if stage == StageName::Eval && outdated.is_some() => StageState::Outdated,
             Some(entry) if entry.finished => StageState::Finished,
