@@ -207,7 +207,8 @@ fn id_parts(id: &str) -> Option<(&str, &str)> {
 /// The first episode of each query, with the number of episodes of the query. Only ids of a run name the query: hand-written episodes are
 /// all kept, since their authors know them by their ids.
 pub(super) fn first_of_queries<T>(episodes: impl IntoIterator<Item = T>, id: impl Fn(&T) -> &str) -> Vec<(T, usize)> {
-    let (mut found, mut places) = (Vec::<(T, usize)>::new(), HashMap::new());
+    let mut found = Vec::<(T, usize)>::new();
+    let mut places = HashMap::<String, usize>::new();
     for episode in episodes {
         let id = id(&episode);
         let query = id_parts(id).map_or(id, |(_, query)| query).to_owned();
