@@ -115,9 +115,25 @@ pub fn is_input_error(error: &io::Error) -> bool {
 
 /// True if the machine lacks memory, address space, open files or disk space; the error then says nothing about the content of the file.
 pub fn is_exhausted(error: &io::Error) -> bool {
-    use io::ErrorKind as Kind;
-    let is_kind = matches!(error.kind(), Kind::OutOfMemory | Kind::StorageFull | Kind::QuotaExceeded);
-    is_kind || is_out_of_handles(error)
+    exhaustion(error).is_some()
+}
+
+/// The I/O error, among `error` and its causes, for which [`is_exhausted`] holds.
+pub fn exhaustion(error: &(dyn std::error::Error + 'static)) -> Option<io::Error> {
+    let io_error = error.downcast_ref::<io::Error>();
+    if let Some(found) = io_error.filter(|found| remedy(found).is_some()) {
+        let of_text = || io::Error::new(found.kind(), found.to_string());
+        return Some(found.raw_os_error().map_or_else(of_text, io::Error::from_raw_os_error));
+    }
+    // The source of an `io::Error` is not the error that it contains, but the cause of that.
+    let contained = io_error.and_then(io::Error::get_ref).map(|inner| inner as &(dyn std::error::Error + 'static));
+    if let Some(cause) = contained.or_else(|| error.source()) {
+        return exhaustion(cause);
+    }
+    // Errors of `tempfile` and `csv` have the text of an I/O error and no source.
+    let text = error.to_string();
+    let (number, _) = text.split_once("(os error ")?.1.split_once(')')?;
+    Some(io::Error::from_raw_os_error(number.parse().ok()?)).filter(|found| remedy(found).is_some())
 }
 
 /// True for `ENFILE` and `EMFILE`: the limit of open files of the machine or of the process. They have no `ErrorKind`; their numbers are the
@@ -128,8 +144,17 @@ pub fn is_out_of_handles(error: &io::Error) -> bool {
 
 /// Text of an I/O error for the end of a message. If the machine lacks a resource, it begins with the cause and the remedy.
 pub fn io_problem(error: &io::Error) -> String {
+    let text = error.to_string();
+    match exhaustion(error).as_ref().and_then(remedy) {
+        Some(remedy) if !text.contains(remedy) => format!("{remedy}: {text}"),
+        _ => text,
+    }
+}
+
+/// The missing resource and the remedy, for an error that is not the cause of another one.
+fn remedy(error: &io::Error) -> Option<&'static str> {
     use io::ErrorKind as Kind;
-    let remedy = match error.kind() {
+    Some(match error.kind() {
         Kind::OutOfMemory => {
             "too little memory or address space to read it; free some, or raise the limit (`ulimit -v`)"
         }
@@ -139,9 +164,8 @@ pub fn io_problem(error: &io::Error) -> String {
             "a file reaches the limit on its size; raise the limit (`ulimit -f`)"
         }
         _ if is_out_of_handles(error) => "too many files are open; raise the limit (`ulimit -n`)",
-        _ => return error.to_string(),
-    };
-    format!("{remedy}: {error}")
+        _ => return None,
+    })
 }
 
 /// Name prefix of temporary files.
@@ -180,6 +204,16 @@ fn set_readable(path: &Path) -> io::Result<()> {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o644))?;
     }
     Ok(())
+}
+
+/// Writes a value as indented JSON with a line break at the end, atomically.
+///
+/// # Errors
+/// As [`write_atomic`], or the value cannot be serialised.
+pub fn write_json(path: &Path, value: &impl serde::Serialize) -> io::Result<()> {
+    let mut bytes = serde_json::to_vec_pretty(value)?;
+    bytes.push(b'\n');
+    write_atomic(path, &bytes)
 }
 
 /// Writes one JSON value per line, atomically.
@@ -476,6 +510,38 @@ mod tests {
         }
         let too_long = io::Error::new(io::ErrorKind::FileTooLarge, "the file has more than 4 bytes");
         assert_eq!(io_problem(&too_long), "the file has more than 4 bytes");
+        assert!(!is_exhausted(&too_long));
+    }
+
+    /// Regression: `EMFILE` within the error of a library, such as that of `tempfile` for a folder, had no remedy.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_missing_resource_is_recognised_in_errors_that_contain_it() {
+        /// An error without a source, as those of `tempfile` and `csv`.
+        #[derive(Debug, thiserror::Error)]
+        #[error("{0} at path \"a\"")]
+        struct TextOnly(String);
+        #[derive(Debug, thiserror::Error)]
+        #[error("External")]
+        struct WithSource(#[source] io::Error);
+        let files = || io::Error::from_raw_os_error(24);
+        let wrapped = [
+            io::Error::other(files()),
+            io::Error::other(TextOnly(files().to_string())),
+            io::Error::other(WithSource(files())),
+            io::Error::other(WithSource(io::Error::other(files()))),
+        ];
+        for error in wrapped {
+            let text = error.to_string();
+            assert_eq!(exhaustion(&error).and_then(|found| found.raw_os_error()), Some(24), "{error:?}");
+            assert_eq!(io_problem(&error), format!("too many files are open; raise the limit (`ulimit -n`): {text}"));
+        }
+        let full = WithSource(io::Error::other(io::Error::from(io::ErrorKind::StorageFull)));
+        assert_eq!(exhaustion(&full).map(|found| found.kind()), Some(io::ErrorKind::StorageFull));
+        // The remedy stands once, and other errors have none.
+        let named = io::Error::other(ReadError::io(Path::new("a"), files()));
+        assert_eq!(io_problem(&named).matches("raise the limit").count(), 1, "{named}");
+        assert!(!is_exhausted(&io::Error::other(TextOnly(io::Error::from_raw_os_error(2).to_string()))));
     }
 
     #[test]

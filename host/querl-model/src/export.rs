@@ -330,7 +330,7 @@ pub(crate) fn read_json(path: &Path) -> Result<Value, ModelError> {
 }
 
 pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
-    querl_core::fsx::write_atomic(path, format!("{value:#}\n").as_bytes()).map_err(ModelError::io(path))
+    querl_core::fsx::write_json(path, value).map_err(ModelError::io(path))
 }
 
 /// Creates a staging folder within `out`, which must be new or empty.

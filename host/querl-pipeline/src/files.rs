@@ -1,7 +1,7 @@
 //! Files with the errors that name them, and those of folders that are written for other machines: deployments and exports.
 
 use anyhow::Context;
-use querl_core::fsx::write_atomic;
+use querl_core::fsx;
 use serde::Serialize;
 use std::path::Path;
 
@@ -27,13 +27,12 @@ pub(crate) fn copy(from: &Path, to: &Path) -> anyhow::Result<u64> {
 }
 
 pub(crate) fn write_text(path: &Path, text: &str) -> anyhow::Result<()> {
-    write_atomic(path, text.as_bytes()).with_context(|| unwritable(path))
+    fsx::write_atomic(path, text.as_bytes()).with_context(|| unwritable(path))
 }
 
 /// Writes a value as indented JSON with a line break at the end.
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> anyhow::Result<()> {
-    let text = serde_json::to_string_pretty(value).with_context(|| unwritable(path))?;
-    write_text(path, &(text + "\n"))
+    fsx::write_json(path, value).with_context(|| unwritable(path))
 }
 
 pub(crate) fn unreadable(path: &Path) -> String {

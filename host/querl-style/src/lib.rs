@@ -47,5 +47,5 @@ fn write(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
 
 /// Writes indented JSON atomically.
 fn write_json(path: &std::path::Path, value: &impl serde::Serialize) -> anyhow::Result<()> {
-    write(path, &format!("{}\n", serde_json::to_string_pretty(value)?))
+    querl_core::fsx::write_json(path, value).with_context(|| format!("{}: cannot be written", path.display()))
 }

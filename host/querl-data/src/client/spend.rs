@@ -1,7 +1,7 @@
 //! Spend of external calls by stage and provider, over all processes of a run, and the budget that limits it.
 
 use crate::error::DataError;
-use querl_core::fsx::{json_problem, read_bounded};
+use querl_core::fsx::{json_problem, read_bounded, write_json};
 use querl_core::records::{CallFailure, FailureKind};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -180,8 +180,7 @@ impl SpendTracker {
         if spent.is_empty() {
             return Ok(());
         }
-        let bytes = serde_json::to_vec_pretty(&spent).map_err(|error| DataError::write(path, error.into()))?;
-        querl_core::fsx::write_atomic(path, &bytes).map_err(|error| DataError::write(path, error))
+        write_json(path, &spent).map_err(|error| DataError::write(path, error))
     }
 
     /// Reserves the maximum cost of a request to `provider` while it is in flight, and writes it to the spend file, so that a kill cannot

@@ -4,7 +4,7 @@ use super::LoraAdapter;
 use super::settings::{EMBEDDING, HEAD, LayerKind, LayerPlan, LoraSettings, Modules, Patterns, SCORE, SavedCopies};
 use crate::{DecoderConfig, ModelError, load_tensors, save_tensors};
 use candle_core::{DType, Device, Tensor, Var};
-use querl_core::fsx::json_problem;
+use querl_core::fsx::{json_problem, write_json};
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -298,9 +298,7 @@ impl LoraAdapter {
         }
         save_tensors(&directory.join(WEIGHTS_FILE), &tensors)?;
         let config_path = directory.join(CONFIG_FILE);
-        let text = serde_json::to_string_pretty(&self.file.on_base(base_model))
-            .map_err(|error| ModelError::bad_file(&config_path, error))?;
-        querl_core::fsx::write_atomic(&config_path, text.as_bytes()).map_err(ModelError::io(&config_path))
+        write_json(&config_path, &self.file.on_base(base_model)).map_err(ModelError::io(&config_path))
     }
 }
 
