@@ -103,10 +103,9 @@ async fn call_all<'a, Record: StageRecord, F: Future<Output = Result<Record, Dat
     };
     let mut in_flight = FuturesUnordered::new();
     collector.report();
-    let mut error: Option<DataError> = None;
     loop {
         // After a reason to stop, calls in flight are awaited, because they are paid for.
-        let continues = error.is_none() && collector.reason_to_stop().is_none() && !progress.is_stopped();
+        let continues = collector.error.is_none() && !collector.is_futile() && !progress.is_stopped();
         while continues && in_flight.len() < max_concurrent.max(1) {
             let Some(row) = rows_left.next() else { break };
             in_flight.push(start(row));
@@ -117,27 +116,23 @@ async fn call_all<'a, Record: StageRecord, F: Future<Output = Result<Record, Dat
             Ok(record)
                 if progress.is_stopped()
                     && matches!(record.outcome(), Some(Err(failure)) if !failure.kind.is_fatal()) => {}
-            Ok(record) => collector.take(index, &record)?,
-            Err(new) => error = error.or(Some(new)),
+            Ok(record) => {
+                if let Err(error) = collector.take(index, &record) {
+                    // Further records cannot be kept either.
+                    collector.error.get_or_insert(error);
+                    break;
+                }
+            }
+            Err(error) => {
+                collector.error.get_or_insert(error);
+            }
         }
-        if collector.reason_to_stop().is_some_and(|reason| is_service_down(&reason)) {
+        if collector.is_service_down() {
             break;
         }
     }
-    if let Some(reason) = error.or_else(|| collector.reason_to_stop()) {
-        return Err(collector.with_failures_before_budget(reason));
-    }
     let (journal, locations) = collector.end()?;
     Ok(StageResults { rows, journal, locations })
-}
-
-/// True if calls in flight are not worth awaiting: the service does not respond.
-fn is_service_down(reason: &DataError) -> bool {
-    match reason {
-        DataError::Service(failure) => failure.kind == FailureKind::Down,
-        DataError::NoSuccess { failure, .. } => failure.kind == FailureKind::Unreachable,
-        _ => false,
-    }
 }
 
 /// False if no request was sent, because of the circuit breaker or the budget.
@@ -157,7 +152,10 @@ struct Collector<'a, T> {
     n_first: usize,
     n_succeeded: usize,
     n_succeeded_before: usize,
+    /// Is not set after `error`.
     first_failed_alike: bool,
+    /// The first error after which no call is made, whatever the calls in flight return.
+    error: Option<DataError>,
     failures: Vec<(CallFailure, usize)>,
 }
 
@@ -183,6 +181,7 @@ impl<'a, T: StageRecord> Collector<'a, T> {
             n_succeeded,
             n_succeeded_before: n_succeeded,
             first_failed_alike: false,
+            error: None,
             failures: Vec::new(),
         })
     }
@@ -195,19 +194,23 @@ impl<'a, T: StageRecord> Collector<'a, T> {
         Ok(())
     }
 
+    /// The first reason for which the stage stopped, or its result.
     fn end(self) -> Result<(Journal<T>, Vec<RecordLocation>), DataError> {
         let is_incomplete = self.locations.contains(&RecordLocation::PENDING);
-        match self.commonest_failure() {
+        let (is_futile, commonest) = (self.is_futile(), self.commonest_failure());
+        match (self.error, commonest) {
+            (_, Some(failure)) if is_futile => Err(failure),
+            (Some(error), commonest) => Err(Self::with_failures_before_budget(error, commonest)),
             _ if self.progress.is_stopped() && is_incomplete => Err(DataError::Interrupted),
-            Some(error) if self.n_succeeded == 0 => Err(error),
+            (None, Some(failure)) if self.n_succeeded == 0 => Err(failure),
             _ if is_incomplete => Err(changed_meanwhile(self.path)),
             _ => Ok((self.journal, self.locations)),
         }
     }
 
     /// For a spent budget, names the failures that it may have been spent on.
-    fn with_failures_before_budget(&self, reason: DataError) -> DataError {
-        match (reason, self.commonest_failure()) {
+    fn with_failures_before_budget(error: DataError, commonest: Option<DataError>) -> DataError {
+        match (error, commonest) {
             (
                 DataError::Service(CallFailure { kind: kind @ FailureKind::OverBudget, message }),
                 Some(DataError::NoSuccess { n_failed, failure, .. }),
@@ -215,7 +218,7 @@ impl<'a, T: StageRecord> Collector<'a, T> {
                 let message = format!("{message}; {n_failed} row(s) failed, most often: {failure}");
                 DataError::Service(CallFailure { kind, message })
             }
-            (reason, _) => reason,
+            (error, _) => error,
         }
     }
 
@@ -230,19 +233,26 @@ impl<'a, T: StageRecord> Collector<'a, T> {
             Some((_, n)) => *n += 1,
             None => self.failures.push((failure.clone(), 1)),
         }
+        if failure.kind.is_fatal() {
+            self.error.get_or_insert_with(|| DataError::Service(failure.clone()));
+        }
         // If other rows succeeded before, these rows may fail individually, unless the service is unreachable.
         let may_be_their_fault = self.n_succeeded_before > 0 && failure.kind != FailureKind::Unreachable;
         let all_alike = matches!(self.failures.as_slice(), [(_, n_alike)] if *n_alike == self.n_first);
-        self.first_failed_alike |= all_alike && self.n_tried == self.n_first && !may_be_their_fault;
+        let is_first = self.n_tried == self.n_first && self.error.is_none();
+        self.first_failed_alike |= all_alike && is_first && !may_be_their_fault;
     }
 
     /// Changes while calls are in flight: a success shows that the service can answer.
-    fn reason_to_stop(&self) -> Option<DataError> {
-        if let Some((failure, _)) = self.failures.iter().find(|(failure, _)| failure.kind.is_fatal()) {
-            return Some(DataError::Service(failure.clone()));
-        }
-        let is_futile = self.first_failed_alike && self.n_succeeded == self.n_succeeded_before;
-        if is_futile { self.commonest_failure() } else { None }
+    fn is_futile(&self) -> bool {
+        self.first_failed_alike && self.n_succeeded == self.n_succeeded_before
+    }
+
+    /// True if calls in flight are not worth awaiting: the service does not respond.
+    fn is_service_down(&self) -> bool {
+        let is_down = self.failures.iter().any(|(failure, _)| failure.kind == FailureKind::Down);
+        let is_first = |kind| self.failures.first().is_some_and(|(failure, _)| failure.kind == kind);
+        is_down || (self.is_futile() && is_first(FailureKind::Unreachable))
     }
 
     fn commonest_failure(&self) -> Option<DataError> {

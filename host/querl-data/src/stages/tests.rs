@@ -325,6 +325,34 @@ async fn a_success_in_flight_lets_a_stage_continue_whose_first_rows_failed_alike
     assert_eq!(progress.0.into_inner().unwrap(), (40, "36 failed".to_owned()));
 }
 
+/// Regression: the message was about the plugin, whose fault came from a call in flight when the stage had stopped.
+#[tokio::test]
+async fn the_first_reason_to_stop_is_reported_and_later_successes_count_as_done() {
+    struct Broken;
+    impl Prompts for Broken {
+        fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
+            Plain.messages(task, input)
+        }
+
+        fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
+            if text.ends_with("问1") { Err(fault()) } else { Plain.parse_rewrite(text) }
+        }
+
+        fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
+            Plain.parse_judgement(text)
+        }
+    }
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
+    // The row of 问1 is row 3; later rows finish first.
+    let (rows, teacher) = (rows(12), Scripted::new(&[(12, FailureKind::Unauthorized)]));
+    let progress = LastProgress::default();
+    let results = rewrite(&rows, &teacher, &Broken, Journal::open(&output).unwrap(), 12, &progress).await;
+    let message = "stopped, as every further call would fail too: unauthorized: the service message so";
+    assert_eq!(results.err().unwrap().to_string(), message);
+    assert_eq!(progress.0.into_inner().unwrap(), (11, "1 failed".to_owned()));
+    assert_eq!(Journal::<RewriteRecord>::open(&output).unwrap().n_earlier(), 10);
+}
+
 /// Regression: rows that were never sent counted as done, and the failures before a spent budget were not named.
 #[tokio::test]
 async fn a_spent_budget_counts_called_rows_and_names_their_failure() {
