@@ -1,6 +1,6 @@
 //! Errors of files, settings and stages. The failure of a single row is not an error, but part of its record.
 
-use querl_core::fsx::{ReadError, io_problem};
+use querl_core::fsx::{ReadError, exhaustion, io_problem};
 use querl_core::ports::PluginFault;
 use querl_core::records::CallFailure;
 use std::any::Any;
@@ -53,6 +53,15 @@ impl DataError {
 
     pub(crate) fn read(path: &Path, source: std::io::Error) -> Self {
         Self::Lines(ReadError::Io { path: path.display().to_string(), source })
+    }
+
+    /// `otherwise`, unless the cause of `error` is that the machine lacks a resource, which has a remedy of its own.
+    pub(crate) fn reading(
+        path: &Path,
+        error: &(dyn std::error::Error + 'static),
+        otherwise: impl FnOnce() -> Self,
+    ) -> Self {
+        exhaustion(error).map_or_else(otherwise, |source| Self::read(path, source))
     }
 
     pub(crate) fn write(path: &Path, source: std::io::Error) -> Self {

@@ -126,7 +126,10 @@ fn item<'a>(cells: impl Iterator<Item = (&'a str, &'a str)>, pair: Option<(&str,
 }
 
 fn json_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError> {
-    if !is_list(path).map_err(|error| DataError::file(path, format!("cannot be read: {error}; check the path")))? {
+    let unreadable = |error: io::Error, remedy: &str| {
+        DataError::reading(path, &error, || DataError::file(path, format!("cannot be read: {error}; {remedy}")))
+    };
+    if !is_list(path).map_err(|error| unreadable(error, "check the path"))? {
         let item = |row: Result<NumberedLine<Value>, ReadError>| match row {
             Ok(NumberedLine { line, value, .. }) => Ok((DialogueLocation::Line(line), value)),
             Err(ReadError::Line { line, problem, .. }) => Err(DataError::line(path, line, problem)),
@@ -134,9 +137,8 @@ fn json_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError> 
         };
         return open_rows(path)?.map(item).collect();
     }
-    let remedy = "write longer files as JSON lines, in UTF-8";
     let text = read_text_bounded(path, MAX_LIST_BYTES);
-    let text = text.map_err(|error| DataError::file(path, format!("cannot be read: {error}; {remedy}")))?;
+    let text = text.map_err(|error| unreadable(error, "write longer files as JSON lines, in UTF-8"))?;
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     match items(text) {
         Some(items) => Ok(items),

@@ -328,7 +328,10 @@ impl IndexedLines {
             // The position is unknown after an error.
             self.at = self.reader.seek(SeekFrom::Start(0)).unwrap_or(self.at);
         }
-        record.map_err(|error| DataError::file(&self.path, format!("cannot be read at byte {offset}: {error}")))
+        record.map_err(|error| {
+            let problem = format!("cannot be read at byte {offset}: {error}");
+            DataError::reading(&self.path, &error, || DataError::file(&self.path, problem))
+        })
     }
 }
 

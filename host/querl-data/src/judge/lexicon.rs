@@ -96,8 +96,10 @@ impl Lexicon {
     /// # Errors
     /// The file cannot be read, does not have this form, or has no product or no intent.
     pub fn read(path: &Path) -> Result<Self, DataError> {
-        let text = read_text_bounded(path, MAX_VOCABULARY_BYTES)
-            .map_err(|error| DataError::file(path, format!("cannot be read: {error}; check retrieval.lexicon")))?;
+        let text = read_text_bounded(path, MAX_VOCABULARY_BYTES).map_err(|error| {
+            let problem = format!("cannot be read: {error}; check retrieval.lexicon");
+            DataError::reading(path, &error, || DataError::file(path, problem))
+        })?;
         let remedy = "correct the file, or leave retrieval.lexicon out";
         Self::parse(&text).map_err(|problem| DataError::file(path, format!("not a lexicon: {problem}; {remedy}")))
     }

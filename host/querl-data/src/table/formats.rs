@@ -311,7 +311,12 @@ fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataError> {
     let text = open_text(path, encoding).map_err(|error| DataError::read(path, error))?;
     let of_file = path.to_owned();
     let problem = move |error: csv::Error| {
-        DataError::file(&of_file, format!("not readable as a table of {} text: {error}", encoding.name()))
+        let name = encoding.name();
+        let otherwise = || DataError::file(&of_file, format!("not readable as a table of {name} text: {error}"));
+        match error.kind() {
+            csv::ErrorKind::Io(source) => DataError::reading(&of_file, source, otherwise),
+            _ => otherwise(),
+        }
     };
     let row_bytes = RowBytes::default();
     let text = BoundedRows { text: text.chain(END.as_bytes()), row_bytes: row_bytes.clone() };
@@ -393,7 +398,7 @@ fn check_width(path: &Path, row: usize, record: &StringRecord, n_columns: usize)
 /// the file, and unused columns are not read. As texts, values other than texts, numbers and lists of them are errors, since programs write
 /// them in different ways.
 fn open_parquet(path: &Path) -> Result<Table, DataError> {
-    let reader = caught(|| open_reader(path)).map_err(|problem| unreadable(path, &problem))?;
+    let reader = caught(path, None, || open_reader(path))?;
     let fields = reader.metadata().file_metadata().schema().get_fields();
     let header = fields.iter().map(|field| field.name().to_owned()).collect();
     Ok(Table::new(path, header, Box::new(ParquetFile { path: path.to_owned(), reader })))
@@ -419,13 +424,13 @@ impl RowSource for ParquetFile {
             let used = Type::group_type_builder(&name).with_fields(used).build()?;
             ParquetRows::from_file_into(Box::new(reader)).project(Some(used))
         };
-        let mut rows = caught(projected).map_err(|problem| unreadable(&path, &problem))?;
+        let mut rows = caught(&path, None, projected)?;
         let mut number = 0;
         Ok(Box::new(std::iter::from_fn(move || {
             number += 1;
-            let row = match caught(|| rows.next().transpose()) {
+            let row = match caught(&path, Some(number), || rows.next().transpose()) {
                 Ok(row) => row?,
-                Err(problem) => return Some(Err(unreadable(&path, &format!("row {number}: {problem}")))),
+                Err(error) => return Some(Err(error)),
             };
             let cells = parquet_cells(&row, &columns, n_columns, form).map_err(|problem| {
                 let remedy = match () {
@@ -440,20 +445,30 @@ impl RowSource for ParquetFile {
     }
 }
 
-pub(super) fn unreadable(path: &Path, problem: &str) -> DataError {
+fn unreadable(path: &Path, row: Option<usize>, problem: &str) -> DataError {
+    let row = row.map(|row| format!("row {row}: ")).unwrap_or_default();
     let remedy = match problem.contains("Disabled feature") {
         true => "write it with snappy, zstd or gzip, or uncompressed",
         false => "write it again",
     };
-    DataError::file(path, format!("not a parquet file that can be read ({problem}); {remedy}"))
+    DataError::file(path, format!("not a parquet file that can be read ({row}{problem}); {remedy}"))
 }
 
-/// Runs `work`; an error or a panic is returned as a message.
-pub(super) fn caught<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
-    match catch_panic(work) {
-        Ok(result) => result.map_err(|error| error.to_string().replace('\n', " ")),
-        Err(panic) => Err(format!("its pages are damaged: {}", panic_message(panic.as_ref()))),
-    }
+/// Runs `work`; an error or a panic is returned as an error of the file, or of its row.
+pub(super) fn caught<T>(
+    path: &Path,
+    row: Option<usize>,
+    work: impl FnOnce() -> Result<T, ParquetError>,
+) -> Result<T, DataError> {
+    let problem = match catch_panic(work) {
+        Ok(Ok(done)) => return Ok(done),
+        Ok(Err(error)) => {
+            let otherwise = || unreadable(path, row, &error.to_string().replace('\n', " "));
+            return Err(DataError::reading(path, &error, otherwise));
+        }
+        Err(panic) => format!("its pages are damaged: {}", panic_message(panic.as_ref())),
+    };
+    Err(unreadable(path, row, &problem))
 }
 
 pub(super) fn open_reader(path: &Path) -> Result<SerializedFileReader<File>, ParquetError> {

@@ -80,7 +80,7 @@ impl RowSource for XlsxFile {
             let mut found = Vec::new();
             for sheet in &self.sheets {
                 let regions = self.workbook.merge_cells_by_sheet_name(&sheet.name);
-                for Dimensions { start, end } in regions.map_err(|error| unreadable(&self.path, &error))? {
+                for Dimensions { start, end } in regions.map_err(|error| unread(&self.path, "", &error))? {
                     let mut used = columns.iter().map(|column| sheet.first_column + *column as u32);
                     if found.len() < MAX_LISTED
                         && end.0 > sheet.header_row
@@ -110,9 +110,14 @@ impl RowSource for XlsxFile {
     }
 }
 
-fn unreadable(path: &Path, error: &dyn std::fmt::Display) -> DataError {
-    let error = error.to_string().replace('\n', " ");
+fn unreadable(path: &Path, error: &str) -> DataError {
+    let error = error.replace('\n', " ");
     DataError::file(path, format!("not a readable xlsx workbook ({error}); save it again as .xlsx"))
+}
+
+/// The error of a library in `place`: empty, or `sheet NAME: `.
+fn unread(path: &Path, place: &str, error: &(dyn std::error::Error + 'static)) -> DataError {
+    DataError::reading(path, error, || unreadable(path, &format!("{place}{error}")))
 }
 
 /// Converts a panic of the library on a damaged workbook into an error.
@@ -122,8 +127,8 @@ fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, DataError>) -> Resul
 
 /// Inflates each part and counts its bytes: the sizes that an archive declares may be false. Returns the size of all sheets.
 fn check_parts(path: &Path) -> Result<u64, DataError> {
-    let file = File::open(path).map_err(|error| unreadable(path, &error))?;
-    let mut archive = ZipArchive::new(BufReader::new(file)).map_err(|error| unreadable(path, &error))?;
+    let file = File::open(path).map_err(|error| unread(path, "", &error))?;
+    let mut archive = ZipArchive::new(BufReader::new(file)).map_err(|error| unread(path, "", &error))?;
     let mut buffer = vec![0; 1 << 16];
     let (mut n_all, mut n_sheet_bytes) = (0, 0);
     for index in 0..archive.len() {
@@ -147,7 +152,7 @@ fn check_parts(path: &Path) -> Result<u64, DataError> {
                 Ok(n) => n,
                 Err(error) if is_used => {
                     let problem = format!("`{shown}` is damaged ({error}); save it again as .xlsx");
-                    return Err(DataError::file(path, problem));
+                    return Err(DataError::reading(path, &error, || DataError::file(path, problem)));
                 }
                 Err(_) => 0,
             };
@@ -209,7 +214,7 @@ fn declared_texts(start: &[u8]) -> Option<u64> {
 }
 
 fn open_workbook(path: &Path, n_sheet_bytes: u64) -> Result<Table, DataError> {
-    let mut workbook: Workbook = calamine::open_workbook(path).map_err(|error: XlsxError| unreadable(path, &error))?;
+    let mut workbook: Workbook = calamine::open_workbook(path).map_err(|error: XlsxError| unread(path, "", &error))?;
     let (names, hidden_sheets) = sheet_names(&workbook);
     let sheet = match &names[..] {
         [] => return Err(DataError::file(path, "the workbook has no sheet that is shown")),
@@ -254,7 +259,7 @@ fn sheet_names(workbook: &Workbook) -> (Vec<String>, Vec<String>) {
 pub(super) fn first_cells(path: &Path, n_rows: u32) -> Vec<(usize, String)> {
     let found = guarded(path, || {
         let opened: Result<Workbook, XlsxError> = calamine::open_workbook(path);
-        let mut workbook = opened.map_err(|error| unreadable(path, &error))?;
+        let mut workbook = opened.map_err(|error| unread(path, "", &error))?;
         let Some(sheet) = sheet_names(&workbook).0.into_iter().next() else { return Ok(Vec::new()) };
         let (mut found, mut cells) = (Vec::new(), cells_of(path, &mut workbook, &sheet)?);
         while let Some(cell) = next_cell(path, &sheet, &mut cells)? {
@@ -326,7 +331,7 @@ fn next_cell<'a>(
 ) -> Result<Option<SheetCell<'a>>, DataError> {
     loop {
         let cell = cells.next_cell_with_formula_metadata();
-        let cell = cell.map_err(|error| unreadable(path, &format!("sheet `{sheet}`: {error}")))?;
+        let cell = cell.map_err(|error| unread(path, &format!("sheet `{sheet}`: "), &error))?;
         let Some(cell) = cell else { return Ok(None) };
         let (row, column) = cell.pos;
         let cell = match (cell.value, cell.formula) {
@@ -351,7 +356,7 @@ fn cells_of<'a>(
     workbook: &'a mut Workbook,
     sheet: &str,
 ) -> Result<XlsxCellReader<'a, BufReader<File>>, DataError> {
-    workbook.worksheet_cells_reader(sheet).map_err(|error| unreadable(path, &format!("sheet `{sheet}`: {error}")))
+    workbook.worksheet_cells_reader(sheet).map_err(|error| unread(path, &format!("sheet `{sheet}`: "), &error))
 }
 
 /// The names in the first row with a value.

@@ -128,7 +128,7 @@ impl BatchTeacher {
         mut file: &File,
         n_prompts: usize,
     ) -> Result<(HashMap<u64, (u64, usize)>, Vec<(u64, Usage)>), String> {
-        let unreadable = |error: io::Error| format!("cannot be read again: {error}");
+        let unreadable = |error: io::Error| format!("cannot be read again: {}", io_problem(&error));
         file.rewind().map_err(unreadable)?;
         let (mut reader, mut line, mut start) = (BufReader::with_capacity(1 << 16, file), Vec::new(), 0);
         let (mut lines, mut answered) = (HashMap::new(), Vec::new());
@@ -198,7 +198,9 @@ impl<'a> BatchResponses<'a> {
             self.teacher.tracker.count_joined(&self.teacher.provider);
         }
         let line = ended.files.iter().find_map(|file| file.line(key)).transpose();
-        let unreadable = |error| DataError::file(self.path, format!("answers cannot be read again: {error}"));
+        let unreadable = |error: io::Error| {
+            DataError::file(self.path, format!("answers cannot be read again: {}", io_problem(&error)))
+        };
         Ok(Some(match line.map_err(unreadable)? {
             Some(mut line) => {
                 self.teacher.files.hide_key_in(&mut line);

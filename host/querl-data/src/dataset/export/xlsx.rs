@@ -5,7 +5,7 @@
 use super::{Cell, Column, ColumnKind, RowWriter};
 use crate::error::{DataError, catch_panic, panic_message};
 use crate::text::{has_control_characters, without_control_characters};
-use querl_core::fsx::AtomicFile;
+use querl_core::fsx::{AtomicFile, exhaustion};
 use rust_xlsxwriter::{
     Color, ConditionalFormat3ColorScale, ConditionalFormatCell, ConditionalFormatCellRule, ConditionalFormatType,
     DocProperties, ExcelDateTime, Format, Workbook, Worksheet, XlsxError,
@@ -180,8 +180,15 @@ pub(crate) fn fits_cell(text: &str) -> bool {
     truncated(text).len() == text.len() && !has_control_characters(text)
 }
 
-fn unwritten(path: &Path, problem: impl std::fmt::Display) -> DataError {
-    let problem = problem.to_string().replace('\n', " ");
+fn unwritten(path: &Path, error: XlsxError) -> DataError {
+    match exhaustion(&error) {
+        Some(source) => DataError::write(path, source),
+        None => unexplained(path, &error.to_string()),
+    }
+}
+
+fn unexplained(path: &Path, problem: &str) -> DataError {
+    let problem = problem.replace('\n', " ");
     let remedy = "see whether the disk is full, or take xlsx out of data.export";
     DataError::write(path, io::Error::other(format!("{problem}; {remedy}")))
 }
@@ -190,7 +197,7 @@ fn unwritten(path: &Path, problem: impl std::fmt::Display) -> DataError {
 fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, XlsxError>) -> Result<T, DataError> {
     match catch_panic(work) {
         Ok(done) => done.map_err(|error| unwritten(path, error)),
-        Err(panic) => Err(unwritten(path, panic_message(panic.as_ref()))),
+        Err(panic) => Err(unexplained(path, &panic_message(panic.as_ref()))),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Cache of indexes on disk: an index is either complete in a folder named by its digest, with a manifest of checksums, or absent.
 
 use crate::error::DataError;
-use querl_core::fsx::{digest_file, user_cache_folder, write_atomic};
+use querl_core::fsx::{digest_file, io_problem, user_cache_folder, write_atomic};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
@@ -50,7 +50,7 @@ impl IndexFolder {
             return Ok(Self::Cached(path));
         }
         if let Err(error) = std::fs::create_dir_all(&base) {
-            tracing::warn!("the index is not cached: {}: {error}", base.display());
+            tracing::warn!("the index is not cached: {}: {}", base.display(), io_problem(&error));
             return Self::temporary(build);
         }
         // The lock is held until the index is finished, for processes that wait for it.
@@ -58,10 +58,12 @@ impl IndexFolder {
         if is_usable(&path) {
             return Ok(Self::Cached(path));
         }
-        let new = tempfile::Builder::new().prefix(UNFINISHED).tempdir_in(&base);
-        let Ok(new) = new else {
-            tracing::warn!("the index is not cached: {} cannot be written", base.display());
-            return Self::temporary(build);
+        let new = match tempfile::Builder::new().prefix(UNFINISHED).tempdir_in(&base) {
+            Ok(new) => new,
+            Err(error) => {
+                tracing::warn!("the index is not cached: {} cannot be written: {}", base.display(), io_problem(&error));
+                return Self::temporary(build);
+            }
         };
         build(new.path())?;
         write_manifest(new.path()).map_err(|error| DataError::write(new.path(), error))?;
@@ -183,7 +185,7 @@ fn check_manifest(folder: &Path) -> Result<bool, String> {
     let text = match std::fs::read(manifest_path(folder)) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound && !folder.exists() => return Ok(false),
-        Err(error) => return Err(format!("{MANIFEST} cannot be read: {error}")),
+        Err(error) => return Err(format!("{MANIFEST} cannot be read: {}", io_problem(&error))),
     };
     let manifest: Manifest =
         serde_json::from_slice(&text).map_err(|error| format!("{MANIFEST} is damaged: {error}"))?;
@@ -191,7 +193,7 @@ fn check_manifest(folder: &Path) -> Result<bool, String> {
         match digest_file(&folder.join(name)) {
             Ok(found) if found == *digest => {}
             Ok(_) => return Err(format!("{name} is damaged")),
-            Err(error) => return Err(format!("{name} cannot be read: {error}")),
+            Err(error) => return Err(format!("{name} cannot be read: {}", io_problem(&error))),
         }
     }
     Ok(true)

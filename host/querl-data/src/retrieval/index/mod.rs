@@ -14,7 +14,7 @@ use crate::text::fold;
 use folder::{IndexCacheSettings, IndexFolder, ReadOnlyDirectory};
 use memmap2::Mmap;
 use querl_core::config::{Language, RetrievalConfig};
-use querl_core::fsx::{digest_file, digest_hex, is_exhausted};
+use querl_core::fsx::{digest_file, digest_hex, exhaustion};
 use querl_core::ports::Embedder;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -22,7 +22,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
 use tantivy::collector::TopDocs;
-use tantivy::directory::error::OpenReadError;
+use tantivy::directory::error::{OpenReadError, OpenWriteError};
 use tantivy::query::{BooleanQuery, DisjunctionMaxQuery, Occur, Query, TermQuery};
 use tantivy::schema::{Field, IndexRecordOption, STORED, Schema, TextFieldIndexing, TextOptions, Value};
 use tantivy::tokenizer::TokenizerManager;
@@ -160,15 +160,19 @@ fn open_reader(folder: &Path) -> tantivy::Result<(IndexReader, Fields)> {
 
 /// The error for an index that could not be opened. Too little memory or too few file handles do not mean that the index is damaged.
 fn unopened(folder: &Path, error: &TantivyError) -> DataError {
+    match exhaustion_of(error) {
+        Some(source) => DataError::read(folder, source),
+        None => DataError::file(folder, format!("cannot be read: {error}; remove it, it is made again")),
+    }
+}
+
+/// As [`exhaustion`]; the I/O errors of the library are in an `Arc`, and not its sources.
+fn exhaustion_of(error: &TantivyError) -> Option<io::Error> {
     match error {
-        TantivyError::IoError(cause) | TantivyError::OpenReadError(OpenReadError::IoError { io_error: cause, .. })
-            if is_exhausted(cause) =>
-        {
-            let of_text = || io::Error::new(cause.kind(), cause.to_string());
-            let source = cause.raw_os_error().map_or_else(of_text, io::Error::from_raw_os_error);
-            DataError::read(folder, source)
-        }
-        _ => DataError::file(folder, format!("cannot be read: {error}; remove it, it is made again")),
+        TantivyError::IoError(cause)
+        | TantivyError::OpenReadError(OpenReadError::IoError { io_error: cause, .. })
+        | TantivyError::OpenWriteError(OpenWriteError::IoError { io_error: cause, .. }) => exhaustion(&**cause),
+        _ => exhaustion(error),
     }
 }
 
@@ -199,8 +203,10 @@ fn build(
     segmenter: &Segmenter,
     reranker: &LexiconReranker,
 ) -> Result<(), DataError> {
-    write(folder, passages, segmenter, reranker)
-        .map_err(|error| DataError::file(knowledge_base, format!("cannot be indexed in {}: {error}", folder.display())))
+    write(folder, passages, segmenter, reranker).map_err(|error| match exhaustion_of(&error) {
+        Some(source) => DataError::write(folder, source),
+        None => DataError::file(knowledge_base, format!("cannot be indexed in {}: {error}", folder.display())),
+    })
 }
 
 fn write(

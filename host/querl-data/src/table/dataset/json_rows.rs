@@ -1,7 +1,7 @@
 //! Rows of JSON lines and parquet files as JSON objects, with nested columns.
 
 use crate::error::DataError;
-use crate::table::formats::{Object, caught, check_first_bytes, field_value, open_reader, unreadable};
+use crate::table::formats::{Object, caught, check_first_bytes, field_value, open_reader};
 use crate::table::parquet_pages::check_pages;
 use parquet::file::reader::FileReader;
 use parquet::record::reader::RowIter as ParquetRows;
@@ -54,20 +54,19 @@ fn lines(path: &Path) -> Result<JsonRows, DataError> {
 }
 
 fn parquet_rows(path: &Path) -> Result<JsonRows, DataError> {
-    let reader = caught(|| open_reader(path)).map_err(|problem| unreadable(path, &problem))?;
+    let reader = caught(path, None, || open_reader(path))?;
     let n_columns = reader.metadata().file_metadata().schema().get_fields().len();
     let columns: Vec<usize> = (0..n_columns).collect();
-    let opened = caught(|| {
+    let mut rows = caught(path, None, || {
         check_pages(path, &reader, &columns)?;
         Ok(ParquetRows::from_file_into(Box::new(reader)))
-    });
-    let mut rows = opened.map_err(|problem| unreadable(path, &problem))?;
+    })?;
     let (shared, mut number): (Arc<Path>, usize) = (path.into(), 0);
     Ok(Box::new(std::iter::from_fn(move || {
         number += 1;
-        let row = match caught(|| rows.next().transpose()) {
+        let row = match caught(&shared, Some(number), || rows.next().transpose()) {
             Ok(row) => row?,
-            Err(problem) => return Some(Err(unreadable(&shared, &format!("row {number}: {problem}")))),
+            Err(error) => return Some(Err(error)),
         };
         let columns = row.get_column_iter().map(|(name, field)| (name.clone(), field_value(field)));
         let location = RowLocation { path: shared.clone(), number, is_line: false };
