@@ -3,9 +3,12 @@
 use crate::error::DataError;
 use chardetng::{EncodingDetector, Iso2022JpDetection, Utf8Detection};
 use encoding_rs::{BIG5, Decoder, DecoderResult, EUC_KR, Encoding, GB18030, SHIFT_JIS, UTF_8, UTF_16LE};
+use querl_core::text::printable;
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read, Seek};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TextEncoding {
@@ -23,6 +26,8 @@ impl TextEncoding {
             Self::Marked(_) => "UTF-16 (big-endian)",
             // `Encoding::name` is in lower case.
             Self::Guessed(encoding) if encoding == GB18030 => "GB18030",
+            // The decoder is that of CP949, as Korean spreadsheets call it.
+            Self::Guessed(encoding) if encoding == EUC_KR => "EUC-KR/CP949",
             Self::Guessed(encoding) => encoding.name(),
             Self::Utf8 => "UTF-8",
         }
@@ -164,15 +169,33 @@ pub(crate) fn read_text(path: &Path) -> Result<String, DataError> {
 
 fn read_text_up_to(path: &Path, max_bytes: u64) -> Result<String, DataError> {
     let unreadable = |error: io::Error| DataError::read(path, error);
-    let mut bytes = Vec::new();
-    let file = open_text(path, detect(path)?).map_err(unreadable)?;
+    let (encoding, mut bytes) = (detect(path)?, Vec::new());
+    let file = open_text(path, encoding).map_err(unreadable)?;
     file.take(max_bytes + 1).read_to_end(&mut bytes).map_err(unreadable)?;
     // Before decoding: the limit may be within a character.
     if bytes.len() as u64 > max_bytes {
         let problem = format!("the file has more than {max_bytes} bytes; leave out what is not needed");
         return Err(DataError::file(path, problem));
     }
-    String::from_utf8(bytes).map_err(|error| unreadable(io::Error::other(error)))
+    let text = String::from_utf8(bytes).map_err(|error| unreadable(io::Error::other(error)))?;
+    warn_of_guess(path, encoding, text.lines());
+    Ok(text)
+}
+
+/// Maximum length of a decoded text in a message.
+pub(super) const SHOWN_BYTES: usize = 90;
+
+/// Warns, once for each file, that its encoding is a guess, with the first of `texts` that is not ASCII. Returns true if there is one.
+pub(crate) fn warn_of_guess<'t>(path: &Path, encoding: TextEncoding, mut texts: impl Iterator<Item = &'t str>) -> bool {
+    static WARNED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+    let text = if encoding.is_guess() { texts.find(|text| !text.is_ascii()) } else { None };
+    if let Some(text) = text
+        && WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(path.to_owned())
+    {
+        let (path, name, text) = (path.display(), encoding.name(), printable(text, SHOWN_BYTES));
+        tracing::warn!("{path}: read as {name}, a guess: `{text}`; save it as UTF-8 if this text is not right");
+    }
+    text.is_some()
 }
 
 /// Decodes a reader to UTF-8. Invalid bytes are an error after the valid text before them.
@@ -296,6 +319,10 @@ mod tests {
         }
         let short = EUC_KR.encode("빨간불이 깜박거려요").0;
         assert_eq!(read(&short).unwrap().0, TextEncoding::Guessed(GB18030));
+        assert_eq!(TextEncoding::Guessed(EUC_KR).name(), "EUC-KR/CP949");
+        let warns = |encoding, text: &str| warn_of_guess(Path::new("a.txt"), encoding, text.lines());
+        assert!(warns(TextEncoding::Guessed(BIG5), "p1\n洗衣機"));
+        assert!(!warns(TextEncoding::Guessed(BIG5), "p1") && !warns(TextEncoding::Utf8, "洗衣機"));
     }
 
     #[test]

@@ -12,13 +12,13 @@ mod xlsx;
 
 pub use columns::ColumnReader;
 pub(crate) use dataset::{DatasetFiles, DatasetReader};
-pub(crate) use encoding::{MAX_VOCABULARY_BYTES, read_text};
+pub(crate) use encoding::{MAX_VOCABULARY_BYTES, read_text, warn_of_guess};
 pub(crate) use formats::{MAX_ROWS, is_chat, open_table, value_text};
 
 use crate::dataset::records::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;
 use crate::text::{hash_of, normalise, separates_ids, with_width};
-use encoding::TextEncoding;
+use encoding::{SHOWN_BYTES, TextEncoding};
 use formats::{CHAT, CHAT_REMEDY, MAX_LISTED, Table, TableRows};
 use querl_core::config::{DataConfig, TextWidth};
 use querl_core::fsx::digest_hex;
@@ -143,6 +143,10 @@ impl QueryTable {
                 self.findings.empty.add(row, None);
             }
         }
+        if let Some(name) = header.iter().find(|name| is_guessed && !name.is_ascii()) {
+            let shown = || format!("the header has `{}`", printable(name, SHOWN_BYTES));
+            self.findings.decoded_cell.get_or_insert_with(shown);
+        }
         self.findings.n_rows = digests.len() + self.findings.empty.n;
         Ok(digests)
     }
@@ -231,16 +235,13 @@ impl Rows<QueryRow> for QueryTable {
 /// Maximum number of rows in a message.
 const SHOWN: usize = 10;
 
-/// Maximum length of a decoded cell in a message.
-const SHOWN_BYTES: usize = 90;
-
 /// Rows of a query table that are skipped or should be checked, for `querl data stats` and messages.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Findings {
     /// Encoding of a csv or tsv file; `None` for other formats.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encoding: Option<&'static str>,
-    /// Place and text of the first cell with a character outside ASCII, if the encoding is a guess.
+    /// Place and text of the first cell with a character outside ASCII, below the header if there is one, if the encoding is a guess.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decoded_cell: Option<String>,
     /// Names of the sheets of a workbook that are skipped, because their columns differ from those of the first.
@@ -533,9 +534,9 @@ fn missing_column(table: &Table, name: &str, key: &str) -> DataError {
     let other = DataConfig::other_name(name).map(|other| format!(" or `{other}`")).unwrap_or_default();
     let sheet = table.sheet.as_ref().map(|sheet| format!("{sheet}: ")).unwrap_or_default();
     // A wrong encoding garbles the header.
-    let decoded = table.encoding.filter(|encoding| encoding.is_guess());
-    let decoded = decoded.map(|encoding| format!(" (read as {})", encoding.name())).unwrap_or_default();
-    let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded}");
+    let decoded = table.encoding.filter(|encoding| encoding.is_guess() && !found.is_ascii());
+    let decoded_as = decoded.map(|encoding| format!(" (read as {}, a guess)", encoding.name())).unwrap_or_default();
+    let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded_as}");
     let names: Vec<&str> = [name].into_iter().chain(DataConfig::other_name(name)).collect();
     // Another key may name a column that is a cell of the data.
     let header = if key == "query_column" { table.header_below(&names) } else { None };
@@ -544,6 +545,7 @@ fn missing_column(table: &Table, name: &str, key: &str) -> DataError {
         (None, Some(separator)) => {
             format!("save it with `,` instead of `{separator}` between cells, or with tabs as .tsv")
         }
+        (None, None) if decoded.is_some() => format!("name one of these in data.{key}, or save the file as UTF-8"),
         (None, None) => format!("name one of these in data.{key}"),
     };
     DataError::file(table.path(), format!("{sheet}{problem}; {remedy}"))

@@ -195,13 +195,43 @@ fn a_guessed_encoding_is_reported_with_the_first_cell_it_decoded() {
     );
     assert_eq!(table.findings().notes(), [note]);
     assert_eq!(open_queries(&folder.file("a.csv", "问题\n鱼油\n")).unwrap().findings().decoded_cell, None);
+    let of_header = encoding_rs::GB18030.encode("问题\nhow long\n").0;
+    let of_header = open_queries(&folder.file("a.csv", of_header)).unwrap();
+    assert_eq!(of_header.findings().decoded_cell.as_deref(), Some("the header has `问题`"));
+}
+
+/// Symptom: the remedy for too many open files was to write the file again.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_missing_resource_is_not_a_damaged_parquet_file() {
+    use ::parquet::errors::ParquetError;
+    let read = |number| {
+        formats::caught(Path::new("a.parquet"), Some(2), || {
+            Err::<(), _>(ParquetError::from(std::io::Error::from_raw_os_error(number)))
+        })
+    };
+    let full = read(24).unwrap_err().to_string();
+    assert!(full.starts_with("a.parquet: cannot be read: too many files are open; raise the limit"), "{full}");
+    let other = read(5).unwrap_err().to_string();
+    assert!(other.starts_with("a.parquet: not a parquet file that can be read (row 2: External: "), "{other}");
 }
 
 #[test]
 fn a_missing_column_error_names_sheet_columns_and_encoding() {
     let folder = Folder::new();
     let error = message(&folder.file("a.csv", encoding_rs::GB18030.encode("提问,画像\n甲,乙\n").0));
-    assert!(error.contains("found `提问`, `画像` (read as GB18030); name one"), "{error}");
+    let expected = "found `提问`, `画像` (read as GB18030, a guess); name one of these in data.query_column, or save the file as UTF-8";
+    assert!(error.ends_with(expected), "{error}");
+    // Symptom: the remedy for the garbled header of a short file in Big5 or EUC-JP was to name a garbled column.
+    for (encoding, name) in [(encoding_rs::BIG5, "問題"), (encoding_rs::EUC_JP, "質問")] {
+        let error = message(&folder.file("a.csv", encoding.encode(&format!("{name}\nhow long\n")).0));
+        assert!(
+            error.contains("(read as GB18030, a guess)") && error.ends_with(", or save the file as UTF-8"),
+            "{error}"
+        );
+    }
+    let error = message(&folder.file("a.csv", encoding_rs::GB18030.encode("question\n甲\n").0));
+    assert!(error.ends_with("found `question`; name one of these in data.query_column"), "{error}");
     let error = message(&folder.workbook(&[&["提问", "用户画像"], &["怎么吃", ""]]));
     let expected = "测试集.xlsx: sheet `题目`: no column `问题` or `original_query` (data.query_column); found `提问`, `用户画像`; name one of these in data.query_column";
     assert!(error.ends_with(expected), "{error}");
