@@ -245,7 +245,8 @@ const LOOKS: [&[&str]; 3] =
 #[test]
 fn unusable_tables_and_knowledge_bases_show_before_the_run() {
     let project = Project::new();
-    let expected = "retrieval.knowledge_base is a file of JSON lines with id, title and text";
+    let expected =
+        "retrieval.knowledge_base is a file of JSON lines, .csv, .tsv, .xlsx or .parquet, with id, title and text";
     for (text, problem) in [
         ("id,text\np1,a\n", ":1: not JSON (expected value at byte 1); "),
         (

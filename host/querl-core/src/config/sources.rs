@@ -308,7 +308,7 @@ pub enum HistoryForm {
 pub struct RetrievalConfig {
     /// Kind of retrieval.
     pub kind: RetrievalKind,
-    /// `embedded`: passages, jsonl with `id`, `title`, `text`.
+    /// `embedded`: passages, jsonl, csv, tsv, xlsx or parquet with `id`, `title`, `text`.
     pub knowledge_base: Option<PathBuf>,
     /// `embedded`: language of the passages. `auto` detects it; languages with word endings are stemmed, Chinese is segmented by jieba.
     #[serde(default, skip_serializing_if = "Language::is_auto")]

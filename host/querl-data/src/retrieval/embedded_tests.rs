@@ -592,6 +592,31 @@ fn invalid_files_are_named() {
     }
 }
 
+/// Symptom: a knowledge base in csv, whose queries may be in csv, was "not JSON".
+#[test]
+fn a_knowledge_base_may_be_a_table() {
+    let (folder, path) = crate::scratch_file("kb.csv");
+    std::fs::write(&path, "text,source,id\n鱼油饭后吃,web,a\n,,\n\"一天, 两粒\",web,007\n").unwrap();
+    let read = |path: &Path| crate::read_passages(path).map_err(|error| error.to_string());
+    let passage = |id: &str, text: &str| Passage { id: id.into(), title: String::new(), text: text.into() };
+    assert_eq!(read(&path), Ok(vec![passage("a", "鱼油饭后吃"), passage("007", "一天, 两粒")]));
+    std::fs::write(&path, "id,text\na,x\na,y\n").unwrap();
+    let error = read(&path).unwrap_err();
+    assert!(
+        error.ends_with("kb.csv:3: the id `a` occurs twice, first in line 2; give each passage its own"),
+        "{error}"
+    );
+    std::fs::write(&path, "nr,text\na,x\n").unwrap();
+    let expected = "kb.csv: has the columns nr, text; retrieval.knowledge_base is a file of JSON lines, .csv, .tsv, .xlsx or .parquet, \
+                    with id, title and text";
+    let error = read(&path).unwrap_err();
+    assert!(error.ends_with(expected), "{error}");
+    // By its name a file of JSON lines.
+    let other = folder.path().join("kb.txt");
+    std::fs::write(&other, "id,text\na,x\n").unwrap();
+    assert!(read(&other).unwrap_err().contains("kb.txt:1: not JSON ("));
+}
+
 fn points(query: &str, context: &Context, rewrite: &str) -> f64 {
     let judge = RubricJudge::new(Lexicon::parse(LEXICON).unwrap());
     judge.score(&JudgeRequest { query, context, rewrite, messages: &[] }).0

@@ -25,6 +25,7 @@ pub use vocabulary::WordSegmenter;
 
 use crate::error::DataError;
 use crate::first_row::FirstRow;
+use crate::table::{find_column, open_table, warn_of_guess};
 use crate::text::separates_ids;
 use async_trait::async_trait;
 use querl_core::config::{RerankKind, RetrievalConfig};
@@ -133,7 +134,7 @@ pub struct Passage {
     pub text: String,
 }
 
-/// Reads a knowledge base: JSON lines of objects with `id`, `title` and `text`.
+/// Reads a knowledge base: JSON lines of objects with `id`, `title` and `text`, or a table with these columns.
 ///
 /// # Errors
 /// The file cannot be read, a line is not a passage, an id is empty, repeated or not usable in a list of gold ids, a text has no visible
@@ -145,14 +146,15 @@ pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
 }
 
 /// Description of a knowledge base, for error messages.
-const KNOWLEDGE_BASE: &str = "retrieval.knowledge_base is a file of JSON lines with id, title and text";
+const KNOWLEDGE_BASE: &str =
+    "retrieval.knowledge_base is a file of JSON lines, .csv, .tsv, .xlsx or .parquet, with id, title and text";
 
 /// Like [`read_passages`], but passes one passage at a time to `take`. Returns the line number of each id.
 pub(crate) fn scan_passages(path: &Path, mut take: impl FnMut(Passage)) -> Result<HashMap<String, usize>, DataError> {
     let problem = |line: usize, problem: String| Err(DataError::line(path, line, problem));
     let mut ids = HashMap::new();
-    for passage in open_rows::<Passage>(path)? {
-        let NumberedLine { line, value: passage, .. } = passage.map_err(|error| of_another_file(path, error))?;
+    for passage in passages(path)? {
+        let (line, passage) = passage?;
         let Passage { id, text, .. } = &passage;
         if is_blank(id) {
             return problem(line, "the id is empty; give each passage its own".into());
@@ -180,6 +182,50 @@ pub(crate) fn scan_passages(path: &Path, mut take: impl FnMut(Passage)) -> Resul
         return Err(DataError::file(path, format!("holds no passage; fill it, {KNOWLEDGE_BASE}")));
     }
     Ok(ids)
+}
+
+/// Passages with their numbers, from 1: of lines, or of rows as a spreadsheet shows them.
+type Passages<'a> = Box<dyn Iterator<Item = Result<(usize, Passage), DataError>> + 'a>;
+
+fn passages(path: &Path) -> Result<Passages<'_>, DataError> {
+    let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
+    if matches!(extension.as_deref(), Some("csv" | "tsv" | "xlsx" | "parquet")) {
+        return passages_of_table(path);
+    }
+    Ok(Box::new(open_rows::<Passage>(path)?.map(|line| match line {
+        Ok(NumberedLine { line, value, .. }) => Ok((line, value)),
+        Err(error) => Err(of_another_file(path, error)),
+    })))
+}
+
+/// Rows without an id, a title and a text are skipped.
+fn passages_of_table(path: &Path) -> Result<Passages<'_>, DataError> {
+    let table = open_table(path)?;
+    let column = |name: &str| find_column(&table.header, name).ok().flatten();
+    let (Some(id), title, Some(text)) = (column("id"), column("title"), column("text")) else {
+        let found = format!("has the columns {}", table.header.join(", "));
+        return Err(DataError::file(path, format!("{found}; {KNOWLEDGE_BASE}")));
+    };
+    let encoding = table.encoding;
+    let used: Vec<usize> = [Some(id), title, Some(text)].into_iter().flatten().collect();
+    let (rows, mut warned) = (table.rows(&used)?, false);
+    Ok(Box::new(rows.filter_map(move |row| {
+        let (number, cells) = match row {
+            Ok(row) => row,
+            Err(error) => return Some(Err(error)),
+        };
+        let cell = |column: usize| cells.get(column).map_or("", String::as_str);
+        if let Some(encoding) = encoding.filter(|_| !warned) {
+            warned = warn_of_guess(path, encoding, used.iter().map(|column| cell(*column)));
+        }
+        let passage = Passage {
+            id: cell(id).trim().to_owned(),
+            title: title.map_or("", cell).to_owned(),
+            text: cell(text).to_owned(),
+        };
+        let is_empty = used.iter().all(|column| is_blank(cell(*column)));
+        (!is_empty).then_some(Ok((number, passage)))
+    })))
 }
 
 /// The error for a first line that is not a passage: the file is then not a knowledge base, and removing the line would not help.
