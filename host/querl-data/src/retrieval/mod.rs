@@ -192,7 +192,7 @@ fn passages(path: &Path) -> Result<Passages<'_>, DataError> {
     if matches!(extension.as_deref(), Some("csv" | "tsv" | "xlsx" | "parquet")) {
         return passages_of_table(path);
     }
-    Ok(Box::new(open_rows::<Passage>(path)?.map(|line| match line {
+    Ok(Box::new(open_rows::<Passage>(path)?.map(move |line| match line {
         Ok(NumberedLine { line, value, .. }) => Ok((line, value)),
         Err(error) => Err(of_another_file(path, error)),
     })))
