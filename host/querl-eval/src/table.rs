@@ -276,7 +276,8 @@ fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
     lines.extend(facts.plugin_notes.iter().cloned());
     lines.push(format!(
         "mean [95% interval], {} bootstrap resamples of whole query groups; `*` marks a difference whose interval excludes 0; \
-         `-` means the metric does not apply",
+         `-` means the metric does not apply; `querl release check` widens intervals of few groups, and where no group loses or gains (rule \
+         of three)",
         evaluation.n_resamples
     ));
     lines.iter().fold(String::new(), |text, line| text + line + "\n")
@@ -291,16 +292,18 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
             // Codes are plugin text: a line break could imitate a line of the table.
             let reasons: Vec<String> =
                 system.failures.iter().map(|(code, n)| format!("{} {n}", one_line(code))).collect();
-            let n_of = |prefix: &str| -> usize {
-                system.failures.iter().filter(|(code, _)| code.starts_with(prefix)).map(|(_, n)| n).sum()
+            let n_of = |is_counted: fn(&str) -> bool| -> usize {
+                system.failures.iter().filter(|(code, _)| is_counted(code)).map(|(_, n)| n).sum()
             };
+            let n_without = n_of(|code| code == TEACHER_FAILED);
+            let n_outages = n_of(|code| code.split_once(' ').is_some_and(|(first, _)| first == RETRIEVAL_FAILED));
             let mut pairs = String::new();
-            if n_of(TEACHER_FAILED) > 0 {
-                pairs += &format!("; its pairs leave out the {} without a rewrite", n_of(TEACHER_FAILED));
+            if n_without > 0 {
+                pairs += &format!("; its pairs leave out the {n_without} without a rewrite");
             }
-            if n_of(RETRIEVAL_FAILED) > 0 {
-                pairs +=
-                    &format!("; differences from it leave out the {} whose retrieval failed", n_of(RETRIEVAL_FAILED));
+            if n_outages > 0 {
+                let place = if evaluation.second_retrieval.is_some() { " on the retriever of training" } else { "" };
+                pairs += &format!("; differences from it{place} leave out the {n_outages} whose retrieval failed");
             }
             format!(
                 "failed: {name} on {} of {total} ({}); misses for top-1 and MRR, left out of the other means{pairs}",
