@@ -4,13 +4,10 @@ use crate::bootstrap::Interval;
 use crate::evaluation::{Controls, Difference, Evaluation, SecondEvaluation, SeedsEvaluation, StyleEvaluation, Styles};
 use crate::facts::RunFacts;
 use crate::metric::{Metric, RETRIEVAL_FAILED, TEACHER_FAILED};
-use crate::text::{one_line, or_dash, printable, wrapped};
+use crate::text::{MAX_WIDTH, one_line, or_dash, printable, wrapped};
 use crate::verdict::first_paragraph;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-
-/// Maximum line length of the tables, in characters. Metrics that do not fit are in a second block.
-const MAX_WIDTH: usize = 100;
 
 /// Renders what is outdated, the verdict on RL, the metrics of the systems, paired differences, controls, failures and notes. Ends with a
 /// line break.
@@ -236,7 +233,7 @@ fn head_row(first: &str, metrics: &[Metric]) -> Vec<String> {
     std::iter::once(first).chain(metrics.iter().map(|metric| metric.label())).map(str::to_owned).collect()
 }
 
-/// Renders a table as blocks of aligned columns of at most [`MAX_WIDTH`]; each block repeats the first column, and the title if it is not
+/// Renders a table as blocks of aligned columns of at most [`MAX_WIDTH`] characters; each block repeats the first column, and the title if it is not
 /// empty.
 pub(crate) fn blocks(title: &str, grid: &Grid) -> String {
     let widths: Vec<usize> = (0..grid[0].len())
