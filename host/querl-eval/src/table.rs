@@ -233,8 +233,8 @@ fn head_row(first: &str, metrics: &[Metric]) -> Vec<String> {
     std::iter::once(first).chain(metrics.iter().map(|metric| metric.label())).map(str::to_owned).collect()
 }
 
-/// Renders a table as blocks of aligned columns of at most [`MAX_WIDTH`] characters; each block repeats the first column, and the title if it is not
-/// empty.
+/// Renders a table as blocks of aligned columns of at most [`MAX_WIDTH`] characters; each block repeats the first column, and the
+/// title if it is not empty.
 pub(crate) fn blocks(title: &str, grid: &Grid) -> String {
     let widths: Vec<usize> = (0..grid[0].len())
         .map(|column| grid.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
@@ -273,8 +273,8 @@ fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
     lines.extend(facts.plugin_notes.iter().cloned());
     lines.push(format!(
         "mean [95% interval], {} bootstrap resamples of whole query groups; `*` marks a difference whose interval excludes 0; \
-         `-` means the metric does not apply; `querl release check` widens intervals of few groups, and where no group loses or gains (rule \
-         of three)",
+         `-` means the metric does not apply; `querl release check` widens intervals of few groups, and where no group loses or \
+         gains (rule of three)",
         evaluation.n_resamples
     ));
     lines.iter().fold(String::new(), |text, line| text + line + "\n")
