@@ -7,9 +7,10 @@ use std::collections::BTreeMap;
 
 /// A mean with its 95% interval.
 ///
-/// Unless its source says otherwise, the interval is a percentile interval of a cluster bootstrap: each resample draws as many groups as there are, with replacement, and takes the mean over
-/// all queries of the drawn groups. Paraphrases of one question are not independent; drawing single queries would make intervals
-/// too narrow. With fewer than about 20 groups the percentile interval is still somewhat too narrow; with one group its width is 0.
+/// Unless its source says otherwise, the interval is a percentile interval of a cluster bootstrap: each resample draws as many groups as
+/// there are, with replacement, and takes the mean over all queries of the drawn groups. Paraphrases of one question are not independent;
+/// drawing single queries would make intervals too narrow. With fewer than about 20 groups the percentile interval is still somewhat too
+/// narrow; with one group its width is 0.
 ///
 /// Source: Efron 1979, "Bootstrap methods: another look at the jackknife"; Field and Welsh 2007, "Bootstrapping clustered data".
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

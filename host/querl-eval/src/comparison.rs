@@ -74,6 +74,9 @@ pub struct Comparison {
     pub n_equal_rewrites: usize,
     /// For each system the number of failed records by reason; a failure counts as the worst value of the metric.
     pub failures: [BTreeMap<String, usize>; 2],
+    /// For each system the number of records whose retrieval returned no hits, as a response without a readable rewrite has none. They are
+    /// results, not failures, as in [`SystemEvaluation`](crate::SystemEvaluation).
+    pub n_empty: [usize; 2],
     /// For each system the number of queries left out because the other run has trained on them or selected checkpoints with them.
     pub n_seen_by_other: [usize; 2],
     /// For each system the number of queries left out because the other run does not have them.
@@ -192,6 +195,8 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
             counts
         })
     };
+    let is_empty = |record: &EvalRecord| hits(record).is_some_and(<[_]>::is_empty);
+    let n_empty = |side: usize| pairs.iter().filter(|pair| is_empty(pair.records[side])).count();
     let mean = |side: usize| pairs.iter().map(|pair| pair.values[side]).sum::<f64>() / pairs.len() as f64;
     let is_unclear = verdict == ComparisonVerdict::Unclear;
     let n_needed = is_unclear.then(|| {
@@ -209,6 +214,7 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
         n_needed: n_needed.flatten(),
         n_equal_rewrites,
         failures: [count(0), count(1)],
+        n_empty: [n_empty(0), n_empty(1)],
         n_seen_by_other,
         n_unpaired,
         n_gold_of_one_side,
@@ -300,12 +306,11 @@ fn is_reference_failed(metric: Metric, [first, second]: [&EvalRecord; 2]) -> boo
     is_left_out([first, second]) || (second.outcome.is_ok() && has_value(first) && !has_value(second))
 }
 
-/// The reason why a record has the worst value: no rewrite, or a failed call. A response that cannot be parsed counts as a blank rewrite.
+/// The reason why a record failed and has the worst value. A response without a readable rewrite is no failure: it has no hits.
 fn failure(metric: Metric, record: &EvalRecord) -> Option<String> {
     let Some(SystemAnswer { candidate, .. }) = answer(record) else { return failure_code(record) };
     match &candidate.judgement {
         _ if candidate.retrieval_failure().is_some() => failure_code(record),
-        _ if candidate.rewrite.trim().is_empty() => Some("no_rewrite".to_owned()),
         Judgement::Failed(failed) if metric == Metric::JudgeScore => Some(format!("judge {}", failed.kind)),
         _ => None,
     }
@@ -454,12 +459,9 @@ impl Comparison {
     /// Renders the comparison as a table for a terminal; `names` are those of the two systems. Ends with a line break.
     pub fn to_text(&self, names: [&str; 2]) -> String {
         let metric = self.metric;
-        let Interval { mean, low, high } = self.difference;
-        let [signed_mean, signed_low, signed_high] = [mean, low, high].map(|value| metric.format_signed(value));
         let head = ["", metric.label(), "difference"].map(str::to_owned).to_vec();
-        let interval = format!("{signed_mean} [{signed_low}, {signed_high}]");
         let row = |side: usize, last: String| vec![names[side].to_owned(), metric.format(self.means[side]), last];
-        let mut text = blocks("", &vec![head, row(0, interval), row(1, String::new())]);
+        let mut text = blocks("", &vec![head, row(0, self.difference_text()), row(1, String::new())]);
         if self.n_groups < self.n {
             let mut grid = vec![["group", "queries", names[0], names[1], "difference"].map(str::to_owned).to_vec()];
             grid.extend(self.groups.iter().take(SHOWN_GROUPS).map(|group| {
@@ -478,6 +480,24 @@ impl Comparison {
         printable(&text)
     }
 
+    /// The difference with its interval: `-55.0 [-62.1, -47.9]`.
+    fn difference_text(&self) -> String {
+        let Interval { mean, low, high } = self.difference;
+        let [mean, low, high] = [mean, low, high].map(|value| self.metric.format_signed(value));
+        format!("{mean} [{low}, {high}]")
+    }
+
+    /// One sentence on this comparison, for the output of a check by another metric; `names` are those of the two systems.
+    pub fn by_gold(&self, names: [&str; 2]) -> String {
+        let ([first, second], label, difference) = (names, self.metric.label(), self.difference_text());
+        let sentence =
+            format!("{label} of {first} against {second}, by the gold passages of {} queries: {difference}", self.n);
+        match self.difference.high < 0.0 {
+            true => format!("warning: {sentence}, a loss that the scores of hits do not show"),
+            false => sentence,
+        }
+    }
+
     fn notes(&self, names: [&str; 2]) -> Vec<String> {
         let (mut lines, metric) = (Vec::new(), self.metric);
         for (side, name) in names.iter().enumerate().filter(|(side, _)| !self.failures[*side].is_empty()) {
@@ -487,6 +507,12 @@ impl Comparison {
                 "failed: {name} on {} of {} ({reasons}); each counts as a loss",
                 self.failures[side].values().sum::<usize>(),
                 self.n
+            ));
+        }
+        for (name, n_empty) in names.iter().zip(self.n_empty).filter(|(_, n_empty)| *n_empty > 0) {
+            let n = self.n;
+            lines.push(format!(
+                "no hits: {name} on {n_empty} of {n}, as for a response without a rewrite; a miss, not a failure"
             ));
         }
         for (side, name) in names.iter().enumerate() {

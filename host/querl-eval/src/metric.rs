@@ -140,20 +140,17 @@ pub(crate) const RETRIEVAL_FAILED: &str = "retrieval";
 /// True if paired differences (first minus second system) leave a query out, in reports and in release checks: the teacher has no rewrite of
 /// it, or retrieval failed for the second system, whose miss would be a gain of the first. A failure of the first system counts as its miss.
 pub(crate) fn is_left_out([first, second]: [&EvalRecord; 2]) -> bool {
-    let lacks_teacher =
-        |record: &EvalRecord| matches!(&record.outcome, Err(rejection) if rejection.code == TEACHER_FAILED);
     let retrieval_failed = answer(second).is_some_and(|answer| answer.candidate.retrieval_failure().is_some());
-    lacks_teacher(first) || lacks_teacher(second) || retrieval_failed
+    lacks_teacher([first, second]) || retrieval_failed
+}
+
+/// True if one of the two systems is the teacher, and it has no rewrite of the query.
+pub(crate) fn lacks_teacher(records: [&EvalRecord; 2]) -> bool {
+    records.iter().any(|record| matches!(&record.outcome, Err(rejection) if rejection.code == TEACHER_FAILED))
 }
 
 /// 1 / position of the first gold passage among the hits; 0 where there is none or the record failed; `None` without gold passages
 /// and for a service that returns no passage ids.
 pub(crate) fn reciprocal_rank(record: &EvalRecord) -> Option<f64> {
-    let gold = &record.query.gold_ids;
-    let hits = hits(record).unwrap_or_default();
-    if gold.is_empty() || hits.iter().any(|hit| hit.id.is_empty()) {
-        return None;
-    }
-    let position = hits.iter().position(|hit| gold.contains(&hit.id));
-    Some(position.map_or(0.0, |position| 1.0 / (position + 1) as f64))
+    querl_core::records::reciprocal_rank(hits(record).unwrap_or_default(), &record.query.gold_ids)
 }

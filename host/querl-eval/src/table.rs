@@ -4,13 +4,10 @@ use crate::bootstrap::Interval;
 use crate::evaluation::{Controls, Difference, Evaluation, SecondEvaluation, SeedsEvaluation, StyleEvaluation, Styles};
 use crate::facts::RunFacts;
 use crate::metric::{Metric, RETRIEVAL_FAILED, TEACHER_FAILED};
-use crate::text::{one_line, or_dash, printable, wrapped};
+use crate::text::{MAX_WIDTH, one_line, or_dash, printable, wrapped};
 use crate::verdict::first_paragraph;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-
-/// Maximum line length of the tables, in characters. Metrics that do not fit are in a second block.
-const MAX_WIDTH: usize = 100;
 
 /// Renders what is outdated, the verdict on RL, the metrics of the systems, paired differences, controls, failures and notes. Ends with a
 /// line break.
@@ -236,8 +233,8 @@ fn head_row(first: &str, metrics: &[Metric]) -> Vec<String> {
     std::iter::once(first).chain(metrics.iter().map(|metric| metric.label())).map(str::to_owned).collect()
 }
 
-/// Renders a table as blocks of aligned columns of at most [`MAX_WIDTH`]; each block repeats the first column, and the title if it is not
-/// empty.
+/// Renders a table as blocks of aligned columns of at most [`MAX_WIDTH`] characters; each block repeats the first column, and the
+/// title if it is not empty.
 pub(crate) fn blocks(title: &str, grid: &Grid) -> String {
     let widths: Vec<usize> = (0..grid[0].len())
         .map(|column| grid.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
@@ -276,7 +273,8 @@ fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
     lines.extend(facts.plugin_notes.iter().cloned());
     lines.push(format!(
         "mean [95% interval], {} bootstrap resamples of whole query groups; `*` marks a difference whose interval excludes 0; \
-         `-` means the metric does not apply",
+         `-` means the metric does not apply; `querl release check` widens intervals of few groups, and where no group loses or \
+         gains (rule of three)",
         evaluation.n_resamples
     ));
     lines.iter().fold(String::new(), |text, line| text + line + "\n")
@@ -291,16 +289,18 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
             // Codes are plugin text: a line break could imitate a line of the table.
             let reasons: Vec<String> =
                 system.failures.iter().map(|(code, n)| format!("{} {n}", one_line(code))).collect();
-            let n_of = |prefix: &str| -> usize {
-                system.failures.iter().filter(|(code, _)| code.starts_with(prefix)).map(|(_, n)| n).sum()
+            let n_of = |is_counted: fn(&str) -> bool| -> usize {
+                system.failures.iter().filter(|(code, _)| is_counted(code)).map(|(_, n)| n).sum()
             };
+            let n_without = n_of(|code| code == TEACHER_FAILED);
+            let n_outages = n_of(|code| code.split_once(' ').is_some_and(|(first, _)| first == RETRIEVAL_FAILED));
             let mut pairs = String::new();
-            if n_of(TEACHER_FAILED) > 0 {
-                pairs += &format!("; its pairs leave out the {} without a rewrite", n_of(TEACHER_FAILED));
+            if n_without > 0 {
+                pairs += &format!("; its pairs leave out the {n_without} without a rewrite");
             }
-            if n_of(RETRIEVAL_FAILED) > 0 {
-                pairs +=
-                    &format!("; differences from it leave out the {} whose retrieval failed", n_of(RETRIEVAL_FAILED));
+            if n_outages > 0 {
+                let place = if evaluation.second_retrieval.is_some() { " on the retriever of training" } else { "" };
+                pairs += &format!("; differences from it{place} leave out the {n_outages} whose retrieval failed");
             }
             format!(
                 "failed: {name} on {} of {total} ({}); misses for top-1 and MRR, left out of the other means{pairs}",

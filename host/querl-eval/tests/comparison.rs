@@ -2,9 +2,11 @@
 #![allow(clippy::unwrap_used)]
 
 use querl_core::records::{
-    CallFailure, Candidate, EvalRecord, FailureKind, Hit, Judgement, QueryRow, Rejection, Reward, SystemAnswer,
+    CallFailure, Candidate, EvalRecord, FailureKind, Hit, Judgement, QueryRow, Rejection, Reward, Split, SystemAnswer,
 };
-use querl_eval::{ComparedSystem, Comparison, ComparisonOptions, ComparisonVerdict, Metric, compare};
+use querl_eval::{
+    ComparedSystem, Comparison, ComparisonOptions, ComparisonVerdict, EvalOptions, Lookups, Metric, compare, evaluate,
+};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A record of query `id` in group `group` whose first hit is the gold passage or another one, whose response could not be parsed, or whose
@@ -68,7 +70,7 @@ fn a_clear_gain_passes_and_a_clear_loss_does_not() {
 #[test]
 fn a_failure_is_a_loss_of_the_first_side_and_not_left_out() {
     let good = records(|_| "gold", 60);
-    for (outcome, code) in [("unreadable", "no_rewrite"), ("rejected", "rejected"), ("outage", "retrieval timeout")] {
+    for (outcome, code) in [("rejected", "rejected"), ("outage", "retrieval timeout")] {
         let failing = records(|index| if index % 2 == 0 { outcome } else { "gold" }, 60);
         let found = compared(&failing, &good, 0.0);
         assert_eq!((found.verdict, found.n, found.means[0]), (ComparisonVerdict::Lost, 60, 0.5));
@@ -78,6 +80,29 @@ fn a_failure_is_a_loss_of_the_first_side_and_not_left_out() {
         let found = compare([side("a", &failing, &NONE), side("b", &good, &NONE)], &by_score).unwrap();
         assert_eq!((found.n, found.means), (60, [0.25, 0.5]), "in metrics whose means leave failures out, too");
     }
+}
+
+/// Symptom: a response without a rewrite was a failure here, and a result without hits in `eval.json`.
+#[test]
+fn a_response_without_a_rewrite_is_a_miss_and_counted_as_in_the_evaluation() {
+    let failing = records(|index| if index % 2 == 0 { "unreadable" } else { "gold" }, 60);
+    let found = compared(&failing, &records(|_| "gold", 60), 0.0);
+    assert_eq!((found.verdict, found.n, found.means[0]), (ComparisonVerdict::Lost, 60, 0.5));
+    assert_eq!((&found.failures, found.n_empty), (&[BTreeMap::new(), BTreeMap::new()], [30, 0]));
+    assert!(found.to_text(["a", "b"]).contains("\nno hits: a on 30 of 60, "), "{}", found.to_text(["a", "b"]));
+    let options = EvalOptions { split: Split::Test, seed: 1, n_resamples: 10, lookups: Lookups::Made };
+    let evaluation = evaluate(&failing, &options).unwrap();
+    let rl = &evaluation.systems["rl"];
+    assert_eq!((rl.n_failed, rl.n_empty), (0, 30));
+}
+
+#[test]
+fn a_loss_by_gold_passages_is_a_warning_next_to_another_metric() {
+    let (good, poor) = (records(|index| if index % 4 == 0 { "other" } else { "gold" }, 80), records(|_| "other", 80));
+    let said = |first: &[EvalRecord], second: &[EvalRecord]| compared(first, second, 0.0).by_gold(["a", "b"]);
+    let (gain, loss) = (said(&good, &poor), said(&poor, &good));
+    assert!(gain.starts_with("top-1 % of a against b, by the gold passages of 80 queries: +75.0 ["), "{gain}");
+    assert!(loss.starts_with("warning: top-1 % of a against b, ") && loss.contains(": -75.0 ["), "{loss}");
 }
 
 #[test]

@@ -196,6 +196,14 @@ fn queries_are_paired_as_by_a_release_check() {
     let options = ComparisonOptions { metric: Metric::Top1, margin: 0.0, seed: 42, n_resamples: 200 };
     let checked = compare([side("rl"), side("teacher")], &options).unwrap();
     assert_eq!((checked.difference.mean, checked.n), (found.mean, found.n));
+
+    // A failure of the first retriever leaves nothing out on the second one.
+    let mut down = on_second("teacher", 2, 2);
+    down.outcome.as_mut().unwrap().candidate.retrieval = retrieval_down().unwrap().candidate.retrieval;
+    let evaluation = evaluate(&[on_second("rl", 2, 1), down], &OPTIONS).unwrap();
+    assert_eq!(evaluation.pairs["rl-teacher"][&Metric::Top1], None);
+    let found = evaluation.second_retrieval.unwrap().pairs["rl-teacher"][&Metric::Top1].unwrap();
+    assert_eq!((found.mean, found.n), (1.0, 1));
 }
 
 #[test]

@@ -144,7 +144,7 @@ fn sync(file: &File) -> io::Result<()> {
 /// Reads the text of a metrics log; empty for a missing file, a pipe or a device. A last line that was cut within a character is left out.
 pub(crate) fn read(path: &Path) -> io::Result<String> {
     match std::fs::metadata(path) {
-        Ok(meta) if meta.is_file() => Ok(String::from_utf8_lossy(&std::fs::read(path)?).into_owned()),
+        Ok(meta) if meta.is_file() || meta.is_dir() => Ok(String::from_utf8_lossy(&std::fs::read(path)?).into_owned()),
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(String::new()),
     }

@@ -2,6 +2,7 @@
 //! removed log is never shown as if it were complete.
 
 use crate::failure::sentence;
+use crate::files::unreadable;
 use crate::ledger::{Entry, FileDigest, Ledger, Outputs, StageName};
 use crate::metrics_log::{self, StageLines};
 use anyhow::Context;
@@ -55,9 +56,28 @@ pub(crate) fn whole_metrics(dir: &RunDir, ledger: &Ledger) -> anyhow::Result<(Ve
     Ok((metrics, notes))
 }
 
+/// The lines of `metrics.jsonl` in the order of the file, as JSON; empty for a missing file. Lines that a killed process left incomplete do
+/// not count.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn metrics(dir: &RunDir) -> anyhow::Result<Vec<Value>> {
+    let text = metrics_log::read(&dir.metrics()).with_context(|| unreadable(&dir.metrics()))?;
+    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
+/// The lines of one stage in `metrics.jsonl`, as in the file.
+pub(crate) fn lines_of(dir: &RunDir, stage: StageName) -> anyhow::Result<String> {
+    metrics_log::lines_of(&dir.metrics(), stage.as_str()).with_context(|| unreadable(&dir.metrics()))
+}
+
+/// The lines of one stage in `metrics.jsonl`, as JSON.
+pub(crate) fn metrics_of_stage(dir: &RunDir, stage: StageName) -> anyhow::Result<Vec<Value>> {
+    Ok(read_metrics(dir)?.remove(stage.as_str()).unwrap_or_default().rows)
+}
+
 fn read_metrics(dir: &RunDir) -> anyhow::Result<BTreeMap<String, StageLines>> {
-    let path = dir.metrics();
-    metrics_log::by_stage(&path).with_context(|| format!("{}: cannot be read", path.display()))
+    metrics_log::by_stage(&dir.metrics()).with_context(|| unreadable(&dir.metrics()))
 }
 
 /// Adds the lines of one stage, and a note on how they differ from the lines that the stage wrote.

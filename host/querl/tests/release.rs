@@ -47,12 +47,16 @@ fn ids(project: &Project, run: &str, split: &str) -> BTreeSet<String> {
 
 /// With random weights no check passes: replaces the verdict in the stored result of the only check of `run` by `metric`.
 fn set_verdict(project: &Project, run: &str, metric: &str, verdict: &str) {
+    edit_evidence(project, run, metric, |evidence| evidence["verdict"] = json!(verdict));
+}
+
+fn edit_evidence(project: &Project, run: &str, metric: &str, edit: impl Fn(&mut Value)) {
     let files = std::fs::read_dir(project.path(run).join("release")).unwrap();
     let paths: Vec<_> = files.map(|file| file.unwrap().path()).collect();
     let end = format!(".{metric}.json");
     let path = paths.iter().find(|path| path.to_str().unwrap().ends_with(&end)).unwrap();
     let mut evidence: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-    evidence["verdict"] = json!(verdict);
+    edit(&mut evidence);
     std::fs::write(path, evidence.to_string()).unwrap();
 }
 
@@ -76,6 +80,10 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     set_verdict(&project, "run", "top1_score", "lost");
     release(&project, &["promote", "run"]).refused("its check against raw found a loss of top1_score");
     set_verdict(&project, "run", "top1_score", "passed");
+    let lost = json!({ "metric": "top1", "verdict": "lost", "n": 4, "difference": {} });
+    edit_evidence(&project, "run", "top1_score", |evidence| evidence["by_gold"] = lost.clone());
+    release(&project, &["promote", "run"]).refused("its check against raw found a loss of top1;");
+    edit_evidence(&project, "run", "top1_score", |evidence| evidence["by_gold"] = Value::Null);
     release(&project, &["promote", "run"]).ok();
     let again = release(&project, &["promote", "run"]).ok();
     assert!(again.stdout.contains("is that already"), "{again:#?}");

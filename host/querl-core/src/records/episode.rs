@@ -103,6 +103,11 @@ impl Episode {
         parts.unwrap_or((id, 0))
     }
 
+    /// Key of query and context: the same query in another context counts as another query.
+    pub fn query_key(&self) -> String {
+        format!("{}\0{}\0{}", self.query, self.context.user_profile, self.context.history_summary)
+    }
+
     /// The candidates with their names: `policy` and, if the episode has a teacher's rewrite, `baseline`.
     pub fn candidates(&self) -> impl Iterator<Item = (&'static str, &Candidate)> {
         std::iter::once(("policy", &self.policy)).chain(self.baseline.iter().map(|baseline| ("baseline", baseline)))

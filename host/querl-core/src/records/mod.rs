@@ -175,6 +175,15 @@ pub fn retrieval_quality(hits: &[Hit]) -> f64 {
     0.6 * first.reranker_score + 0.4 * mean
 }
 
+/// 1 / rank of the first gold passage among `hits`, 0 if none is a hit; `None` without gold passages and for hits without passage ids.
+pub fn reciprocal_rank(hits: &[Hit], gold_ids: &[String]) -> Option<f64> {
+    if gold_ids.is_empty() || hits.iter().any(|hit| hit.id.is_empty()) {
+        return None;
+    }
+    let position = hits.iter().position(|hit| gold_ids.contains(&hit.id));
+    Some(position.map_or(0.0, |position| 1.0 / (position + 1) as f64))
+}
+
 /// The logistic function `1 / (1 + e^-x)`.
 pub fn logistic(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())

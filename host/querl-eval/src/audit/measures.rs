@@ -6,7 +6,7 @@ use super::trends::{Change, change, correlation};
 use super::words::units;
 use crate::bootstrap::Bootstrap;
 use crate::terms::terms;
-use querl_core::records::Candidate;
+use querl_core::records::{Candidate, reciprocal_rank};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -117,12 +117,7 @@ fn retrieval_columns(rows: &AuditRows<'_>, second: Option<&SecondRetriever>) -> 
 
 /// 1 / rank of the first gold passage among the recorded hits, 0 if there is none.
 fn gold_rank(row: &AuditRow<'_>) -> Option<f64> {
-    let (gold, hits) = (&row.episode().gold_ids, row.episode().policy.found()?);
-    if gold.is_empty() || hits.iter().any(|hit| hit.id.is_empty()) {
-        return None;
-    }
-    let position = hits.iter().position(|hit| gold.contains(&hit.id));
-    Some(position.map_or(0.0, |position| 1.0 / (position + 1) as f64))
+    reciprocal_rank(row.episode().policy.found()?, &row.episode().gold_ids)
 }
 
 /// Jaccard similarity of the second retriever's best passages for the rewrite and for the query in its context.

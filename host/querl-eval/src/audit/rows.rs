@@ -1,6 +1,5 @@
 //! The audited episodes: scored rollouts of training, with their queries and the windows of steps that are compared.
 
-use crate::replay::query_key;
 use querl_core::episodes::RecordedEpisode;
 use querl_core::records::{Episode, Reward, Split};
 use serde::Serialize;
@@ -60,7 +59,7 @@ impl<'a> AuditRows<'a> {
         let (mut queries, mut targets) = (Indices::default(), Indices::default());
         let row = |recorded: &'a RecordedEpisode| {
             let reward = recorded.outcome.as_ref()?.as_ref().ok()?;
-            let (query, target) = (query_key(&recorded.episode), target_key(&recorded.episode));
+            let (query, target) = (recorded.episode.query_key(), target_key(&recorded.episode));
             Some(AuditRow { recorded, reward, query: queries.of(query), target: targets.of(target) })
         };
         let rows: Vec<AuditRow<'a>> = episodes.iter().filter(|one| !is_validation(one)).filter_map(row).collect();
@@ -92,7 +91,7 @@ fn is_validation(recorded: &RecordedEpisode) -> bool {
 
 fn target_key(episode: &Episode) -> String {
     if episode.gold_ids.is_empty() {
-        return query_key(episode);
+        return episode.query_key();
     }
     let gold: BTreeSet<&str> = episode.gold_ids.iter().map(String::as_str).collect();
     gold.into_iter().collect::<Vec<_>>().join("\0")

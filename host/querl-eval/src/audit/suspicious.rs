@@ -1,4 +1,5 @@
-//! The most suspicious episodes: those with a high reward and low quality, or that show one of the signs.
+//! The most suspicious episodes: of those with a high reward and no high quality, the ones with very low quality, or that show one of the
+//! signs.
 
 use super::clusters::{SameRewrite, TokenRule};
 use super::measures::{Measure, qualities};
@@ -18,6 +19,9 @@ const MOST_ALIKE: usize = 2;
 /// Quantile above which a reward is a reason; the corresponding lower quantile of quality is one, too.
 const HIGH: f64 = 0.75;
 const LOW: f64 = 0.25;
+
+/// An episode is listed only with a reward above this quantile and no higher quality.
+const MEDIAN: f64 = 0.5;
 
 /// Signs whose subject is a measure of the text.
 const OF_TEXT: [SignKind; 5] = [
@@ -72,7 +76,16 @@ impl Suspects<'_> {
             }
             (suspicion, index, reasons)
         };
-        let mut all: Vec<(f64, usize, Vec<String>)> = self.rows.rows.iter().enumerate().map(one).collect();
+        // Rewards relative to the teacher are 0 for a tie; rewards that are never positive are costs.
+        let has_gains = total.values.iter().flatten().any(|total| *total > 0.0);
+        let is_suspect = |(index, row): &(usize, &AuditRow<'_>)| {
+            let is_high = rewards[*index].is_some_and(|reward| reward > MEDIAN);
+            let quality = qualities.iter().filter_map(|values| values[*index]).min_by(f64::total_cmp);
+            let is_low = quality.is_none_or(|quality| quality <= MEDIAN);
+            is_high && is_low && (row.reward.total > 0.0 || !has_gains) && !equals_teacher(row)
+        };
+        let candidates = self.rows.rows.iter().enumerate().filter(is_suspect);
+        let mut all: Vec<(f64, usize, Vec<String>)> = candidates.map(one).collect();
         all.retain(|(_, _, reasons)| !reasons.is_empty());
         all.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
         let (mut of_text, mut of_query) = (BTreeMap::<String, usize>::new(), BTreeMap::<usize, usize>::new());
@@ -134,6 +147,12 @@ impl Suspects<'_> {
             reasons,
         }
     }
+}
+
+/// True if the rewrite is the teacher's, whose reward is that of a tie.
+fn equals_teacher(row: &AuditRow<'_>) -> bool {
+    let teacher = row.episode().baseline.as_ref();
+    teacher.is_some_and(|teacher| normalised(&teacher.rewrite) == normalised(&row.episode().policy.rewrite))
 }
 
 /// For each value the share of smaller values; equal values count half.

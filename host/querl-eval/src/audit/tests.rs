@@ -247,6 +247,24 @@ fn few_steps_are_not_audited() {
     assert!(nothing.starts_with("not enough steps to audit: scored rollouts of 0 steps"), "{nothing}");
 }
 
+/// Symptom: most of the listed episodes were ties with the teacher, or had found the gold passage.
+#[test]
+fn only_rewards_above_the_teachers_with_low_quality_are_suspicious() {
+    // Relative to the teacher: a used hole gains, half of the others tie.
+    let relative = |draw: &Draw| match (is_used(draw), draw.query % 2 == 0) {
+        (true, _) => (format!("{} certified", draw.plain), 0.5),
+        (false, true) => (draw.plain.clone(), 0.0),
+        (false, false) => (draw.plain.clone(), -0.5),
+    };
+    let mut episodes = training(N_STEPS, stays, relative);
+    let listed = audited(&episodes).suspicious;
+    assert!(!listed.is_empty() && listed.iter().all(|one| one.reward > 0.0 && one.quality["gold_rank"] == 0.0));
+    for one in &mut episodes {
+        one.episode.baseline = Some(one.episode.policy.clone());
+    }
+    assert!(audited(&episodes).suspicious.is_empty(), "the teacher's own rewrites");
+}
+
 #[test]
 fn validation_episodes_do_not_count() {
     let mut episodes = training(N_STEPS, learns, honest);

@@ -3,7 +3,7 @@
 use super::index::{Index, QueryKey};
 use super::{Difference, Pooled, pair_name};
 use crate::bootstrap::Interval;
-use crate::metric::{Metric, answer};
+use crate::metric::{Metric, answer, is_left_out, lacks_teacher};
 use crate::terms::kept_terms;
 use querl_core::records::{EvalRecord, SecondHits};
 use serde::{Deserialize, Serialize};
@@ -97,8 +97,9 @@ impl<'a> Pooled<'_, 'a> {
             ((*system).to_owned(), SecondEvaluation::METRICS.map(|metric| (metric, interval(metric))).into())
         };
         let differences = |(first, second): &(&str, &str)| {
-            let difference =
-                |metric| self.difference(|index, system| second_values(index, system, metric), first, second);
+            let difference = |metric| {
+                self.difference(|index, system| second_values(index, system, metric), [*first, *second], lacks_second)
+            };
             let differences = SecondEvaluation::METRICS.map(|metric| (metric, difference(metric)));
             (pair_name(first, second), differences.into())
         };
@@ -147,7 +148,7 @@ impl<'a> Pooled<'_, 'a> {
             let matched: BTreeSet<QueryKey<'a>> = matched.map(|(key, _)| key).collect();
             self.values(index, system, metric).into_iter().filter(|(key, _)| matched.contains(key)).collect()
         };
-        self.difference(of, first, second)
+        self.difference(of, [first, second], is_left_out)
     }
 
     /// pass@k of each system that has samples.
@@ -186,6 +187,12 @@ fn second_values<'a>(index: &Index<'a>, system: &str, metric: Metric) -> Vec<(Qu
         Some(if metric == Metric::Top1 && rank < 1.0 { 0.0 } else { rank })
     };
     index.of_records(system, value)
+}
+
+/// True if differences on the second retriever leave a query out: the teacher has no rewrite of it, or the second retriever has not searched
+/// the rewrite of the second system. Whether the first retriever failed has no part in it.
+fn lacks_second([first, second]: [&EvalRecord; 2]) -> bool {
+    lacks_teacher([first, second]) || answer(second).is_some_and(|answer| answer.second_retrieval.is_none())
 }
 
 /// 1 / rank of the first gold passage on the second retriever; `None` for a query without gold passages.

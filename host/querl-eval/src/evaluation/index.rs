@@ -1,7 +1,7 @@
 //! The records of one run, validated and indexed by system and query.
 
 use crate::error::EvalError;
-use crate::metric::{Metric, answer, failure_code, hits, is_left_out};
+use crate::metric::{Metric, answer, failure_code, hits};
 use querl_core::records::{EvalRecord, StyleProbability};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -123,10 +123,10 @@ impl<'a> Index<'a> {
         self.by_query(system).filter_map(|(key, record)| Some((key, value(record)?))).collect()
     }
 
-    /// True if differences of the first and second system of `pair` leave the query out.
-    pub(super) fn is_left_out(&self, pair: [&str; 2], key: &QueryKey<'a>) -> bool {
-        let records = pair.map(|system| self.by_system.get(system).and_then(|records| records.get(key)).copied());
-        matches!(records, [Some(first), Some(second)] if is_left_out([first, second]))
+    /// The records of the first and second system of `pair` for a query; `None` if one of them has none.
+    pub(super) fn of_pair(&self, pair: [&str; 2], key: &QueryKey<'a>) -> Option<[&'a EvalRecord; 2]> {
+        let [first, second] = pair.map(|system| Some(*self.by_system.get(system)?.get(key)?));
+        Some([first?, second?])
     }
 
     pub(super) fn all_records(&self) -> impl Iterator<Item = &'a EvalRecord> {

@@ -7,7 +7,7 @@ pub use controls::{Controls, PassAtK, RewriteControls, SecondEvaluation};
 
 use crate::bootstrap::{Bootstrap, Interval};
 use crate::error::EvalError;
-use crate::metric::Metric;
+use crate::metric::{Metric, is_left_out};
 use index::{Index, QueryKey, StyleModel};
 use querl_core::config::EVAL_SYSTEMS;
 use querl_core::records::{EvalRecord, Split};
@@ -348,7 +348,8 @@ impl<'a> Pooled<'_, 'a> {
     }
 
     fn pair(&self, first: &str, second: &str) -> BTreeMap<Metric, Option<Difference>> {
-        let difference = |metric| self.difference(|index, system| self.values(index, system, metric), first, second);
+        let difference =
+            |metric| self.difference(|index, system| self.values(index, system, metric), [first, second], is_left_out);
         Metric::COMPARED.iter().map(|metric| (*metric, difference(*metric))).collect()
     }
 
@@ -356,17 +357,18 @@ impl<'a> Pooled<'_, 'a> {
         if self.lookups.are_made() || !metric.needs_retrieval() { index.values(system, metric) } else { Vec::new() }
     }
 
-    /// The paired difference of the values that `of` returns for two systems of each run, without the queries that
-    /// [`is_left_out`](crate::metric::is_left_out) excludes.
+    /// The paired difference of the values that `of` returns for two systems of each run, without the queries for whose records
+    /// `is_left_out` is true.
     fn difference(
         &self,
         of: impl Fn(&Index<'a>, &str) -> Vec<(QueryKey<'a>, f64)>,
-        first: &str,
-        second: &str,
+        [first, second]: [&str; 2],
+        is_left_out: fn([&EvalRecord; 2]) -> bool,
     ) -> Option<Difference> {
         let (Interval { mean, low, high }, n) = self.interval(|index| {
             let seconds: BTreeMap<_, _> = of(index, second).into_iter().collect();
-            let firsts = of(index, first).into_iter().filter(|(key, _)| !index.is_left_out([first, second], key));
+            let is_kept = |key: &QueryKey<'a>| !index.of_pair([first, second], key).is_some_and(is_left_out);
+            let firsts = of(index, first).into_iter().filter(|(key, _)| is_kept(key));
             firsts.filter_map(|(key, value)| Some((key, value - seconds.get(&key)?))).collect()
         })?;
         Some(Difference { mean, low, high, n })
@@ -415,8 +417,9 @@ impl<'a> Pooled<'_, 'a> {
         let shift = |first: &str, second: &str, class: &str| {
             self.difference(
                 |index: &Index<'_>, system| -> Vec<(QueryKey<'_>, f64)> { index.styles(system, model, class) },
-                first,
-                second,
+                [first, second],
+                // Styles are of answers, whatever retrieval found.
+                |_| false,
             )
         };
         let by_class = |system: &&str| {

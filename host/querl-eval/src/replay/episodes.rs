@@ -174,7 +174,11 @@ impl Groups {
         for one in episodes {
             let (query, rollout) = match id_parts(&one.episode.id) {
                 Some((phase, query)) => (query.to_owned(), format!("{phase}/{query}")),
-                None => (query_key(one.episode), format!("{}/{}", one.step, query_key(one.episode))),
+                None => {
+                    let query = one.episode.query_key();
+                    let rollout = format!("{}/{query}", one.step);
+                    (query, rollout)
+                }
             };
             queries.push(query);
             rollouts.push(rollout);
@@ -226,11 +230,6 @@ pub(super) fn first_of_queries<T>(episodes: impl IntoIterator<Item = T>, id: imp
 /// The number of episodes of a query that changed: `largest of 3, `; empty for one.
 pub(super) fn largest_of(n_changed: usize) -> String {
     if n_changed > 1 { format!("largest of {n_changed}, ") } else { String::new() }
-}
-
-/// Key of query and context: the same query in another context counts as another query.
-pub(crate) fn query_key(episode: &Episode) -> String {
-    format!("{}\0{}\0{}", episode.query, episode.context.user_profile, episode.context.history_summary)
 }
 
 fn pairs_within(groups: &[String], scored: &[ScoredEpisode<'_>]) -> Pairs {

@@ -13,7 +13,6 @@ mod statistics;
 mod tests;
 mod text;
 
-pub(crate) use episodes::query_key;
 pub use episodes::{Outcome, PluginSide, ReplayEpisode, Side};
 pub use page::replay_html;
 pub use scores::{BriefOutcome, OutcomeChange, OutcomeChanges, ScoreSummary};

@@ -49,6 +49,8 @@ pub struct CheckOptions {
 pub struct CheckedComparison {
     /// Figures of the comparison.
     pub comparison: Comparison,
+    /// The comparison by top-1 accuracy, if another metric than those of gold passages decides and queries have gold passages.
+    pub by_gold: Option<Comparison>,
     /// Names of the two compared systems.
     pub names: [String; 2],
     /// Evidence as JSON, as stored in the folder of the run.
@@ -66,6 +68,26 @@ struct StoredEvidence {
     verdict: ComparisonVerdict,
     n: usize,
     difference: Value,
+    /// Result by top-1 accuracy, if another metric decided; checks of earlier versions lack it.
+    by_gold: Option<StoredResult>,
+}
+
+/// Result of a comparison by another metric than the one that decides.
+#[derive(Debug, Serialize, Deserialize)]
+struct StoredResult {
+    metric: Metric,
+    verdict: ComparisonVerdict,
+    n: usize,
+    difference: Value,
+}
+
+impl StoredEvidence {
+    /// The metric by which the check found a loss.
+    fn lost_metric(&self) -> Option<Metric> {
+        let by_gold = self.by_gold.iter().map(|result| (result.verdict, result.metric));
+        let mut results = std::iter::once((self.verdict, self.metric)).chain(by_gold);
+        results.find(|(verdict, _)| *verdict == ComparisonVerdict::Lost).map(|(_, metric)| metric)
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -111,13 +133,21 @@ pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyh
     let settings = ComparisonOptions { metric: options.metric, margin: options.margin, seed, n_resamples };
     let sides = [own.side(own.system, &names[0]), second.side(system, &names[1])];
     let comparison = compare(sides, &settings).map_err(Stop::usage)?;
+    // Without gold passages there is no top-1 accuracy.
+    let by_gold = (!matches!(options.metric, Metric::Top1 | Metric::Mrr))
+        .then(|| compare(sides, &ComparisonOptions { metric: Metric::Top1, margin: 0.0, ..settings }).ok())
+        .flatten();
     let against = StoredAgainst { name: names[1].clone(), identity: other.map(|other| other.identity) };
-    let evidence = evidence(&own.identity, &against, &comparison)?;
+    let mut evidence = evidence(&own.identity, &against, &comparison)?;
+    if let Some(Comparison { metric, verdict, n, difference, .. }) = &by_gold {
+        let result = StoredResult { metric: *metric, verdict: *verdict, n: *n, difference: json!(difference) };
+        evidence["by_gold"] = json!(result);
+    }
     let file =
         format!("{}.{}.json", against.identity.as_ref().map_or(&against.name, |of| &of.version), options.metric.name());
     let path = run.dir.release().join(file);
     write_json(&path, &evidence)?;
-    Ok(CheckedComparison { comparison, names, evidence })
+    Ok(CheckedComparison { comparison, by_gold, names, evidence })
 }
 
 fn evidence(model: &ModelIdentity, against: &StoredAgainst, comparison: &Comparison) -> anyhow::Result<Value> {
@@ -243,7 +273,7 @@ pub(super) fn passed_check(
     };
     let about = stored(dir)?.into_iter().filter(|evidence| is_against(evidence));
     let (fitting, outdated): (Vec<_>, Vec<_>) = about.partition(|evidence| evidence.model == *model);
-    let is_lost = |evidence: &StoredEvidence| evidence.verdict == ComparisonVerdict::Lost;
+    let is_lost = |evidence: &StoredEvidence| evidence.lost_metric().is_some();
     // For a first release, raw and teacher are checked separately: a model may lose to its teacher.
     let is_same =
         |one: &StoredEvidence, other: &StoredEvidence| current.is_some() || one.against.name == other.against.name;
@@ -252,12 +282,17 @@ pub(super) fn passed_check(
         evidence.verdict == ComparisonVerdict::Passed && !is_contradicted()
     };
     if let Some(passed) = fitting.iter().find(|evidence| is_passed(evidence)) {
-        let StoredEvidence { time, against, metric, margin, n, difference, .. } = passed;
-        return Ok(json!({
+        let StoredEvidence { time, against, metric, margin, n, difference, by_gold, .. } = passed;
+        let mut kept = json!({
             "check": "passed", "time": time, "against": against.name, "metric": metric, "margin": margin, "n": n, "difference": difference,
-        }));
+        });
+        if let Some(by_gold) = by_gold {
+            kept["by_gold"] = json!(by_gold);
+        }
+        return Ok(kept);
     }
-    if let Some(StoredEvidence { against, metric, .. }) = fitting.iter().find(|evidence| is_lost(evidence)) {
+    let lost = fitting.iter().find_map(|evidence| Some((&evidence.against, evidence.lost_metric()?)));
+    if let Some((against, metric)) = lost {
         let problem = format!("its check against {} found a loss of {}", against.name, metric.name());
         let remedy = "check it again after a further training, or give a reason by --without_check";
         return Err(Stop::usage(format!("{run}: {problem}; {remedy}")).into());

@@ -21,9 +21,9 @@ mod validate;
 use crate::failure::Stop;
 use crate::interrupt;
 use crate::ledger::{Decision, Entry, Facts, FileDigest, Inputs, Ledger, Outputs, StageName, decide, listing};
-use crate::metrics_log;
 use crate::plugins::Plugins;
 use crate::run::Run;
+use crate::run_logs;
 use crate::training;
 use anyhow::Context;
 use previous::Previous;
@@ -329,8 +329,7 @@ fn settle(run: &Run, stage: &dyn Stage) -> anyhow::Result<()> {
 
 /// Digests of the logs of a stage, by file name: of `metrics.jsonl` the lines of the stage.
 fn logs(run: &Run, stage: &dyn Stage) -> anyhow::Result<BTreeMap<String, FileDigest>> {
-    let metrics =
-        metrics_log::lines_of(&run.dir.metrics(), stage.name().as_str()).context("metrics.jsonl cannot be read")?;
+    let metrics = run_logs::lines_of(&run.dir, stage.name())?;
     let files = Outputs::of(run.dir.root(), &stage.logs(&run.dir))?;
     let own_lines = (!metrics.is_empty()).then(|| ("metrics.jsonl".into(), FileDigest::of_bytes(metrics.as_bytes())));
     Ok(files.into_iter().chain(own_lines).collect())

@@ -10,6 +10,7 @@ use super::stage_of;
 use crate::ledger::{Entry, Inputs, Ledger, StageName};
 use crate::metrics_log;
 use crate::run::Run;
+use crate::run_logs;
 use anyhow::Context;
 use querl_core::fsx::write_atomic;
 use querl_core::run_dir::RunDir;
@@ -24,7 +25,7 @@ pub(super) struct Previous {
 /// Moves the results of `stage` to `previous/`; `None` if there are none. Call [`Previous::settle`] once the ledger has the new run.
 pub(super) fn set_aside(run: &Run, ledger: &Ledger, stage: &dyn Stage) -> anyhow::Result<Option<Previous>> {
     let (dir, name) = (&run.dir, stage.name());
-    let (entry, metrics) = (ledger.entry(name), metrics_log::lines_of(&dir.metrics(), name.as_str())?);
+    let (entry, metrics) = (ledger.entry(name), run_logs::lines_of(dir, name)?);
     let owned: Vec<PathBuf> = owned(dir, stage).into_iter().filter(|path| path.exists()).collect();
     if entry.is_none() && owned.is_empty() && metrics.is_empty() {
         return Ok(None);

@@ -2,7 +2,8 @@
 
 use super::grid::Settings;
 use crate::failure::Stop;
-use crate::metrics_log;
+use crate::ledger::StageName;
+use crate::run_logs;
 use anyhow::Context;
 use querl_core::run_dir::RunDir;
 use serde::Serialize;
@@ -33,11 +34,9 @@ impl Measurement {
     /// # Errors
     /// `metrics.jsonl` cannot be read or has no evaluation, or evaluations do not have the metric.
     pub(super) fn read(dir: &RunDir, metric: &str, last: Option<u64>) -> anyhow::Result<Self> {
-        let path = dir.metrics();
-        let lines =
-            metrics_log::lines_of(&path, "rl").with_context(|| format!("{}: cannot be read", path.display()))?;
-        let rows = lines.lines().map(serde_json::from_str).collect::<Result<Vec<Value>, _>>()?;
-        Self::of(&rows, metric, last).with_context(|| format!("{}: has no evaluation of rl", path.display()))?
+        let rows = run_logs::metrics_of_stage(dir, StageName::Rl)?;
+        Self::of(&rows, metric, last)
+            .with_context(|| format!("{}: has no evaluation of rl", dir.metrics().display()))?
     }
 
     fn of(rows: &[Value], metric: &str, last: Option<u64>) -> Option<anyhow::Result<Self>> {
@@ -80,6 +79,28 @@ pub(super) struct TrialResult {
     pub(super) outcome: TrialOutcome,
 }
 
+impl TrialResult {
+    fn value(&self) -> Option<f64> {
+        match &self.outcome {
+            TrialOutcome::Measured(measurement) => Some(measurement.value),
+            TrialOutcome::Failed(_) => None,
+        }
+    }
+
+    /// True if no step of RL was better than the SFT policy, with which it begins.
+    fn is_unimproved(&self) -> bool {
+        matches!(&self.outcome, TrialOutcome::Measured(measurement) if measurement.best_step == 0)
+    }
+}
+
+/// Mean of values and its standard error; `None` for one value.
+fn mean_and_error(values: &[f64]) -> (f64, Option<f64>) {
+    let n = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / n;
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    (mean, (values.len() > 1).then(|| (squares / (n - 1.0) / n).sqrt()))
+}
+
 /// A combination of values with its trials, one per seed.
 #[derive(Debug, Clone, Serialize)]
 pub struct CombinationResult {
@@ -98,19 +119,20 @@ pub struct CombinationResult {
 
 impl CombinationResult {
     pub(super) fn new(settings: Settings, n_rungs: usize, trials: Vec<TrialResult>) -> Self {
-        let value = |trial: &TrialResult| match &trial.outcome {
-            TrialOutcome::Measured(measurement) => Some(measurement.value),
-            TrialOutcome::Failed(_) => None,
-        };
-        let values: Option<Vec<f64>> = trials.iter().map(value).collect();
-        let values = values.filter(|values| !values.is_empty());
-        let n = |values: &[f64]| values.len() as f64;
-        let mean = values.as_ref().map(|values| values.iter().sum::<f64>() / n(values));
-        let standard_error = values.as_ref().zip(mean).filter(|(values, _)| values.len() > 1).map(|(values, mean)| {
-            let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
-            (squares / (n(values) - 1.0) / n(values)).sqrt()
-        });
+        let values: Option<Vec<f64>> = trials.iter().map(TrialResult::value).collect();
+        let found = values.filter(|values| !values.is_empty()).map(|values| mean_and_error(&values));
+        let (mean, standard_error) = (found.map(|(mean, _)| mean), found.and_then(|(_, error)| error));
         Self { rank: 0, settings, mean, standard_error, n_rungs, trials }
+    }
+
+    /// True if the mean difference from `other` on the same seeds is below two standard errors of that difference. Both have a result of
+    /// each seed.
+    fn is_within_noise_of(&self, other: &Self) -> bool {
+        let differences =
+            self.trials.iter().zip(&other.trials).filter_map(|(one, other)| Some(one.value()? - other.value()?));
+        let differences: Vec<f64> = differences.collect();
+        let (mean, standard_error) = mean_and_error(&differences);
+        standard_error.is_some_and(|error| mean.abs() < 2.0 * error)
     }
 
     /// Ranking order, the better first: combinations without a failed trial, then those with more rungs, then those with the higher mean.
@@ -176,15 +198,39 @@ impl SweepReport {
                 }
             }
         }
+        let unimproved = self.combinations.iter().filter_map(|result| {
+            let n = result.trials.iter().filter(|trial| trial.is_unimproved()).count();
+            (n > 0).then(|| format!("{} in {n} of {} trials", result.settings.join(" "), result.trials.len()))
+        });
+        let unimproved: Vec<String> = unimproved.collect();
+        if !unimproved.is_empty() {
+            text += &format!("no step of RL is better than the SFT policy (best step 0): {}\n", unimproved.join("; "));
+        }
         match &self.best[..] {
             [] => {}
-            [best] => text += &format!("best settings on the validation split: {best}\n"),
+            [best] => text += &format!("best settings on the validation split: {best}{}\n", self.doubt()),
             [first, ..] => {
                 let (n, metric) = (self.best.len(), &self.metric);
                 text += &format!("{n} combinations tie for the best {metric}, one of them {first}\n");
             }
         }
         text
+    }
+
+    /// The combinations that the best one is not shown to differ from, as the end of a sentence; empty if there is none.
+    fn doubt(&self) -> String {
+        let Some((best, others)) = self.combinations.split_first() else { return String::new() };
+        let mut others = others.iter().filter(|other| other.n_rungs == best.n_rungs && other.mean.is_some()).peekable();
+        if others.peek().is_some() && best.trials.len() == 1 {
+            return "; with one seed the order may be chance".to_owned();
+        }
+        let near: Vec<String> =
+            others.filter(|other| best.is_within_noise_of(other)).map(|other| flags(&other.settings)).collect();
+        match &near[..] {
+            [] => String::new(),
+            [one] => format!(", within two standard errors of {one}"),
+            [first, more @ ..] => format!(", within two standard errors of {first} and {} more", more.len()),
+        }
     }
 }
 
@@ -255,14 +301,14 @@ mod tests {
         let failed = TrialOutcome::Failed("the loss is not finite".into());
         let results = [
             result("a", 1, &[measured(0.9), measured(0.9)]),
-            result("b", 2, &[measured(0.2), measured(0.4)]),
+            result("b", 2, &[measured(0.1), measured(0.3)]),
             result("c", 2, &[measured(0.5), measured(0.5)]),
             result("d", 1, &[measured(0.99), failed]),
         ];
         let report = SweepReport::new(json!({}), REWARD, &results, true);
         let order: Vec<&str> = report.combinations.iter().map(|result| result.settings[0].as_str()).collect();
         assert_eq!(order, ["rl.x=c", "rl.x=b", "rl.x=a", "rl.x=d"]);
-        assert_eq!(report.combinations[1].mean.map(|mean| (mean * 10.0).round()), Some(3.0));
+        assert_eq!(report.combinations[1].mean.map(|mean| (mean * 10.0).round()), Some(2.0));
         // Standard deviation 0.1414 over the root of 2.
         assert!((report.combinations[1].standard_error.unwrap() - 0.1).abs() < 1e-12);
         assert_eq!(report.best, ["--set rl.x=c"]);
@@ -270,7 +316,7 @@ mod tests {
         let text = report.to_text();
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "rank  val/reward  standard error  seeds  steps  settings");
-        assert_eq!(lines[2], "2     0.3000      0.1000          2      20     rl.x=b");
+        assert_eq!(lines[2], "2     0.2000      0.1000          2      20     rl.x=b");
         assert_eq!(lines[4], "4     -           -               2      20     rl.x=d");
         assert_eq!(lines[5], "failed: rl.x=d, seed 2: the loss is not finite");
         assert_eq!(lines[6], "best settings on the validation split: --set rl.x=c");
@@ -285,6 +331,29 @@ mod tests {
         let text = report.to_text();
         let expected = "2 combinations tie for the best val/reward, one of them --set rl.x=a\n";
         assert!(text.ends_with(expected), "{text}");
+    }
+
+    /// Symptom: a winner within the noise of the next one was called the best, and trials without a gain over SFT were not named.
+    #[test]
+    fn a_best_within_noise_and_trials_without_a_gain_are_named() {
+        let said = |others: &[CombinationResult]| {
+            let best = result("a", 1, &[measured(0.5), measured(0.7), measured(0.6)]);
+            SweepReport::new(json!({}), REWARD, &[&[best][..], others].concat(), true).to_text()
+        };
+        let (near, far) =
+            ([measured(0.6), measured(0.5), measured(0.6)], [measured(0.1), measured(0.3), measured(0.2)]);
+        let best = "best settings on the validation split: --set rl.x=a";
+        let text = said(&[result("b", 1, &near), result("c", 1, &far)]);
+        assert!(text.ends_with(&format!("{best}, within two standard errors of --set rl.x=b\n")), "{text}");
+        let text = said(&[result("b", 1, &near), result("c", 1, &near), result("d", 1, &far)]);
+        assert!(text.ends_with(&format!("{best}, within two standard errors of --set rl.x=b and 1 more\n")), "{text}");
+        let start = TrialOutcome::Measured(Measurement { step: 20, best_step: 0, value: 0.2 });
+        let text = said(&[result("c", 1, &[start, measured(0.3), measured(0.3)])]);
+        let unimproved = "no step of RL is better than the SFT policy (best step 0): rl.x=c in 1 of 3 trials\n";
+        assert!(text.ends_with(&format!("{unimproved}{best}\n")), "{text}");
+        let alone = [("a", 0.5), ("b", 0.4)].map(|(name, value)| result(name, 1, &[measured(value)]));
+        let text = SweepReport::new(json!({}), REWARD, &alone, true).to_text();
+        assert!(text.ends_with(&format!("{best}; with one seed the order may be chance\n")), "{text}");
     }
 
     #[test]

@@ -6,9 +6,9 @@ use crate::failure::{Ending, Stop, ending_of, sentence};
 use crate::files::{copy, unwritable};
 use crate::interrupt;
 use crate::ledger::{Ledger, StageName, rows_of};
-use crate::metrics_log;
 use crate::pins::OnPluginChange;
 use crate::run::Run;
+use crate::run_logs;
 use crate::stages::{Window, run_stages};
 use crate::training;
 use anyhow::Context;
@@ -159,7 +159,7 @@ fn copy_stages(from: &RunDir, to: &RunDir) -> anyhow::Result<bool> {
     copy_folder(&data(from), &data(&copied))?;
     let mut metrics = String::new();
     for stage in &stages {
-        metrics += &metrics_log::lines_of(&from.metrics(), stage.as_str()).context("metrics.jsonl cannot be read")?;
+        metrics += &run_logs::lines_of(from, *stage)?;
         let events = |dir: &RunDir| RunDir::tensorboard(&dir.metrics(), stage.as_str());
         copy_folder(&events(from), &events(&copied))?;
     }

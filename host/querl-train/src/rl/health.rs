@@ -210,7 +210,6 @@ impl Health {
     fn of_reward(&self, validation: ValidationProgress) -> Vec<Warning> {
         let reward = self.curve("reward");
         let rise = first_and_last_means(reward).map(|(first, last)| last - first);
-        let quality_fall = self.quality_change().map(|change| -change);
         applying([
             ("reward", falls(reward), "the reward is falling: lower rl.learning_rate"),
             (
@@ -220,20 +219,36 @@ impl Health {
             ),
             (
                 "quality",
-                quality_fall.is_some_and(|fall| fall > QUALITY_FALL) && rise.is_some_and(|rise| rise > 0.0),
+                self.quality_falls() && rise.is_some_and(|rise| rise > 0.0),
                 "the reward rises while retrieval gets worse: lower the weight of the other parts under plugins.rewards, and look at what they pay for (querl audit)",
             ),
         ])
     }
 
+    /// Retrieval quality by step: the rank of the gold passages if they are known, since scores of hits do not show whether these answer the
+    /// query.
+    fn quality(&self) -> &[f64] {
+        let gold = self.curve("gold");
+        if gold.is_empty() { self.curve("quality") } else { gold }
+    }
+
     fn quality_change(&self) -> Option<f64> {
-        first_and_last_means(self.curve("quality")).map(|(first, last)| last - first)
+        first_and_last_means(self.quality()).map(|(first, last)| last - first)
+    }
+
+    /// True if quality decreases from the first to the last interval. Ranks vary more than scores, so that their decrease must be above three
+    /// standard errors, too.
+    fn quality_falls(&self) -> bool {
+        let (quality, has_gold) = (self.quality(), !self.curve("gold").is_empty());
+        let Some(change) = self.quality_change() else { return false };
+        let noise = || 3.0 * standard_error(&quality[..WINDOW], &quality[quality.len() - WINDOW..]);
+        -change > QUALITY_FALL && !(has_gold && -change <= noise())
     }
 
     /// Whether longer responses retrieve better, or shorter ones equally well; true until two intervals can be compared, false without retrieval.
     fn quality_explains(&self, is_longer: bool) -> bool {
         let enough = if is_longer { QUALITY_CHANGE } else { -QUALITY_CHANGE };
-        self.quality_change().map_or(!self.curve("quality").is_empty(), |change| change > enough)
+        self.quality_change().map_or(!self.quality().is_empty(), |change| change > enough)
     }
 
     fn curve(&self, name: &str) -> &[f64] {
@@ -242,7 +257,7 @@ impl Health {
 }
 
 /// The values of a step that are used for trends.
-fn curves(metrics: &Metrics) -> [(&'static str, Option<f64>); 8] {
+fn curves(metrics: &Metrics) -> [(&'static str, Option<f64>); 9] {
     let get = |name: &str| metrics.get(name).copied();
     let spread = |name: &str| Some(get(&format!("{name}/max"))? - get(&format!("{name}/min"))?);
     // A ratio to 0 is undefined: the step is skipped.
@@ -250,6 +265,7 @@ fn curves(metrics: &Metrics) -> [(&'static str, Option<f64>); 8] {
     [
         ("reward", get("avg_reward")),
         ("quality", get("avg_quality")),
+        ("gold", get("avg_mrr")),
         ("top1", get("avg_top1")),
         ("length", get("response_length/mean")),
         ("truncated", get("response_length/clip_ratio")),
@@ -277,11 +293,15 @@ fn is_stuck(validation: ValidationProgress) -> bool {
 /// small batches vary.
 fn falls(rewards: &[f64]) -> bool {
     let Some((before, now)) = interval_means(rewards) else { return false };
-    let intervals = &rewards[rewards.len() - 2 * WINDOW..];
-    let squares = |values: &[f64], mean: f64| values.iter().map(|value| (value - mean).powi(2)).sum::<f64>();
+    let (earlier, later) = rewards[rewards.len() - 2 * WINDOW..].split_at(WINDOW);
+    before - now > REWARD_CHANGE.max(3.0 * standard_error(earlier, later))
+}
+
+/// Standard error of the difference of the means of two intervals.
+fn standard_error(before: &[f64], now: &[f64]) -> f64 {
+    let squares = |values: &[f64]| values.iter().map(|value| (value - mean(values)).powi(2)).sum::<f64>();
     let n_degrees = (WINDOW * (WINDOW - 1)) as f64;
-    let variance = (squares(&intervals[..WINDOW], before) + squares(&intervals[WINDOW..], now)) / n_degrees;
-    before - now > REWARD_CHANGE.max(3.0 * variance.sqrt())
+    ((squares(before) + squares(now)) / n_degrees).sqrt()
 }
 
 fn mean(values: &[f64]) -> f64 {
@@ -442,6 +462,15 @@ mod tests {
         };
         assert!(run(0.01, -0.01).contains("retrieval gets worse"));
         assert_eq!((run(0.01, 0.01), run(-0.001, -0.01)), (String::new(), String::new()));
+        // Symptom: scores of hits rose while the gold passages were lost, and the reverse was reported.
+        let with_gold = |quality: f64, rank: f64| {
+            texts(|step| {
+                let gold = [("avg_quality", 0.6 + quality * step), ("avg_mrr", 0.6 + rank * step)];
+                metrics(&[&gold[..], &[("avg_reward", 0.01 * step)]].concat())
+            })
+        };
+        assert!(with_gold(0.01, -0.01).contains("retrieval gets worse"));
+        assert_eq!(with_gold(-0.01, 0.01), "");
     }
 
     #[test]

@@ -35,7 +35,7 @@ use super::rollout::{ResampledQueries, Rollout, RolloutBatch, Timings};
 use crate::Metrics;
 use querl_core::config::{AdvantageForm, KlPlacement, RlAlgorithm, RlConfig};
 use querl_core::ports::{CallTimings, PluginActivity, RewardResults};
-use querl_core::records::{Candidate, EpisodeRecord, Hit, Reward, retrieval_quality, win};
+use querl_core::records::{Candidate, EpisodeRecord, Hit, Reward, reciprocal_rank, retrieval_quality, win};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A micro-batch's share of the policy's metrics of an optimizer step of `size`: summed over micro-batches and ranks, averaged over steps.
@@ -289,7 +289,8 @@ fn resampling_metrics(resampled: &ResampledQueries, n_queries: usize) -> Metrics
     ])
 }
 
-/// Means over scored episodes: reward and its components, wins against the teacher, top-1 scores of both.
+/// Means over scored episodes: reward and its components, wins against the teacher, top-1 scores of both, and `avg_mrr` over those with gold
+/// passages.
 pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecord>) -> Metrics {
     let mut sums: BTreeMap<String, (f64, usize)> = BTreeMap::new();
     let mut add = |name: String, value: f64| {
@@ -305,6 +306,9 @@ pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecor
         if let Some(policy) = episode.policy.found() {
             add("avg_top1".into(), top1(policy));
             add("avg_quality".into(), retrieval_quality(policy));
+            if let Some(rank) = reciprocal_rank(policy, &episode.gold_ids) {
+                add("avg_mrr".into(), rank);
+            }
             if let Some(baseline) = episode.baseline.as_ref().and_then(Candidate::found) {
                 add("win_rate".into(), win(policy, baseline));
                 add("avg_top1_teacher".into(), top1(baseline));
@@ -462,6 +466,9 @@ mod tests {
         let names = metrics.keys().map(String::as_str).filter(|name| name.starts_with("val/"));
         let expected = EVALUATION_RETRIEVAL.into_iter().chain([EVALUATION_REWARD, "val/reward/win"]);
         assert_eq!(names.collect::<BTreeSet<_>>(), expected.collect::<BTreeSet<_>>());
+        let mut with_gold = record;
+        with_gold.episode.gold_ids = vec!["g".into()];
+        assert_eq!(episode_metrics([&with_gold].into_iter()).get("avg_mrr"), Some(&0.0));
     }
 
     /// Regression: a policy that kept each query by the response `=` was reported as one that gives all queries one response.

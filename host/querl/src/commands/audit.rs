@@ -15,8 +15,7 @@ use querl_pipeline::failure::{Stop, run_in};
 use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::run_logs;
 use querl_train::job::{Failure, FailureKind};
-use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Number of bootstrap resamples.
 const N_RESAMPLES: usize = 1000;
@@ -50,7 +49,7 @@ pub fn run(args: &AuditArgs) -> anyhow::Result<()> {
     let (passages, mut notes) = knowledge_base(&dir);
     notes.splice(0..0, unfinished);
     notes.extend(run_logs::notes(&dir).unwrap_or_else(|error| vec![run_logs::not_compared(&error)]));
-    let metrics = read_metrics(&dir.metrics())?;
+    let metrics = run_logs::metrics(&dir)?;
     let sources = AuditSources { passages: passages.as_deref(), metrics: &metrics };
     let options = AuditOptions { n_shown: args.show, seed: SEED, n_resamples: N_RESAMPLES };
     let audited = audit(&recorded, sources, notes, options);
@@ -119,17 +118,4 @@ fn knowledge_base(dir: &RunDir) -> (Option<Vec<AuditPassage>>, Vec<String>) {
 fn audit_passage(passage: Passage) -> AuditPassage {
     let Passage { id, title, text } = passage;
     AuditPassage { id, text: format!("{title}\n{text}") }
-}
-
-/// Lines of `metrics.jsonl`; empty for a missing file. Lines that are not valid JSON are skipped, because the last one may be incomplete,
-/// even within a character.
-pub(super) fn read_metrics(path: &Path) -> anyhow::Result<Vec<Value>> {
-    match std::fs::read(path) {
-        Ok(bytes) => {
-            let lines = String::from_utf8_lossy(&bytes).into_owned();
-            Ok(lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
-        }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(error).with_context(|| format!("{}: cannot be read", path.display())),
-    }
 }

@@ -37,7 +37,7 @@ pub struct CheckArgs {
     /// What it is compared with: another run, or `raw` or `teacher` of its own evaluation
     #[arg(long, value_name = "CONFIG|RUN_DIR|raw|teacher")]
     against: PathBuf,
-    /// The metric that decides
+    /// The metric that decides; next to one that does not use gold passages, top-1 accuracy by these is printed too
     #[arg(long, value_name = "METRIC", default_value = "top1", value_parser = one_of(Metric::COMPARED.map(|metric| (metric.name(), metric, ""))))]
     metric: Metric,
     /// The largest loss that is accepted, in units of the metric: 0.01 of top1 is one query of a hundred. At most a tenth of its scale
@@ -189,7 +189,11 @@ fn run_check(args: &CheckArgs) -> anyhow::Result<()> {
     };
     let checked = check(&run, &against, &CheckOptions { metric: args.metric, margin: args.margin })?;
     let names = [checked.names[0].as_str(), &checked.names[1]];
-    args.format.print(&checked.evidence, || checked.comparison.to_text(names))?;
+    let by_gold = checked.by_gold.as_ref().map(|comparison| comparison.by_gold(names));
+    args.format.print(&checked.evidence, || {
+        let lines = by_gold.iter().map(|sentence| printable(sentence, usize::MAX) + "\n");
+        checked.comparison.to_text(names) + &lines.collect::<String>()
+    })?;
     let conclusion = checked.comparison.conclusion(names);
     anyhow::ensure!(checked.comparison.verdict == ComparisonVerdict::Passed, "{conclusion}");
     terminal::print(&conclusion);

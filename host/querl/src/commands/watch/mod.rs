@@ -2,7 +2,6 @@
 
 mod view;
 
-use super::audit::read_metrics;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Config, load_resolved};
@@ -197,7 +196,7 @@ impl Snapshot {
 
 impl Training {
     fn read(dir: &RunDir, config: Option<&Config>) -> anyhow::Result<Option<Self>> {
-        let lines = read_metrics(&dir.metrics())?;
+        let lines = run_logs::metrics(dir)?;
         let Some(stage) = lines.last().and_then(|line| line["stage"].as_str()) else { return Ok(None) };
         let mut training =
             Self { stage: stage.to_owned(), step: 0, n_steps: None, series: BTreeMap::new(), warnings: Vec::new() };
