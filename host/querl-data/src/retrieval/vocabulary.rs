@@ -41,8 +41,8 @@ impl Vocabulary {
 /// The default dictionary of 350,000 words.
 static DEFAULT: LazyLock<Arc<Jieba>> = LazyLock::new(|| Arc::new(Jieba::new()));
 
-/// Segmentation into lower-case words: Chinese by jieba's search mode with its hidden Markov model, in Simplified characters, other languages
-/// by spaces, with stemming. Clones share the dictionary.
+/// Segmentation into lower-case words: Chinese by jieba's search mode with its hidden Markov model, in Simplified characters, other
+/// languages by spaces, with stemming. Clones share the dictionary.
 #[derive(Clone)]
 pub(crate) struct Segmenter {
     jieba: Arc<Jieba>,
@@ -80,8 +80,8 @@ impl Segmenter {
         self.language != Language::Zh
     }
 
-    /// The form of a text in which phrases of a lexicon are matched: Chinese text in Simplified characters without spaces and punctuation, in
-    /// other languages the stemmed words separated by spaces.
+    /// The form of a text in which phrases of a lexicon are matched: Chinese text in Simplified characters without spaces and punctuation,
+    /// in other languages the stemmed words separated by spaces.
     pub(crate) fn phrase_form(&self, text: &str) -> String {
         if self.is_spaced() { self.tokens(&fold(text)).join(" ") } else { normalise(&simplified(text)) }
     }

@@ -346,8 +346,8 @@ impl RetrievalHeadroom {
         } else if without_hits > MANY_WITHOUT_HITS {
             (
                 Level::Weak,
-                "their words are not in the index, or scores are below retrieval.score_threshold: check retrieval.language and segmentation \
-                 (`querl rag check`), or retrieve by vectors too (retrieval.embedding)",
+                "their words are not in the index, or scores are below retrieval.score_threshold: check retrieval.language and \
+                 segmentation (`querl rag check`), or retrieve by vectors too (retrieval.embedding)",
             )
         } else if first > 1.0 - LITTLE_HEADROOM {
             (

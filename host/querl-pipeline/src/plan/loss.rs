@@ -82,9 +82,9 @@ pub struct LossFacts {
 }
 
 impl LossFacts {
-    /// The loss as advice in words. The loss on the targets of SFT decides. If there are no rewrites yet, the loss on passages can be bad or
-    /// weak, not ok: a base may have memorised the passages without being able to write a rewrite. Such a base may learn the form: it is weak,
-    /// not bad.
+    /// The loss as advice in words. The loss on the targets of SFT decides. If there are no rewrites yet, the loss on passages can be bad
+    /// or weak, not ok: a base may have memorised the passages without being able to write a rewrite. Such a base may learn the form: it
+    /// is weak, not bad.
     pub fn advice(&self) -> Advice {
         let of = |what: &str, loss: &TextLoss| {
             let [weak, bad] = loss.limits();
@@ -131,8 +131,8 @@ impl LossFacts {
             ),
             (None, Some(_)) => (
                 Level::Unknown,
-                "the base model knows the passages; whether it can write the rewrites is not known before the data stages: run `querl run CONFIG --to \
-                 convert`, then plan again",
+                "the base model knows the passages; whether it can write the rewrites is not known before the data stages: \
+                 run `querl run CONFIG --to convert`, then plan again",
             ),
             (Some(level), _) => (level, "nothing to do: the base model knows these texts"),
         };
