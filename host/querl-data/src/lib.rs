@@ -50,7 +50,7 @@ pub use stages::{
 };
 pub use table::{ColumnReader, Findings, QueryTable, RowList, RowReference, open_queries, query_id};
 pub use teacher::{check_recording, not_recorded, open_fallback, open_teacher};
-pub use text::normalise;
+pub use text::{is_mostly_traditional, normalise};
 
 /// A path in a new folder, which is removed with the first value.
 #[cfg(test)]

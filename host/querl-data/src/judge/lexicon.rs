@@ -4,6 +4,7 @@
 use crate::error::DataError;
 use crate::retrieval::vocabulary::Segmenter;
 use crate::table::MAX_VOCABULARY_BYTES;
+use crate::text::simplified;
 use querl_core::fsx::{json_problem, read_text_bounded};
 use querl_core::records::Context;
 use serde::Deserialize;
@@ -127,7 +128,9 @@ impl Lexicon {
         let groups = file.synonyms.iter().enumerate();
         let synonyms: Vec<(String, usize)> =
             groups.flat_map(|(group, words)| words.iter().map(move |word| (form(word), group))).collect();
-        let sounds = file.homophones.iter().filter_map(|sound| Some((sound.chars().next()?, sound.chars())));
+        // In the characters of the phrase form.
+        let sounds: Vec<String> = file.homophones.iter().map(|sound| simplified(sound).into_owned()).collect();
+        let sounds = sounds.iter().filter_map(|sound| Some((sound.chars().next()?, sound.chars())));
         let homophones: HashMap<char, char> =
             sounds.flat_map(|(first, all)| all.map(move |character| (character, first))).collect();
         let names = product_phrases(&file.products, form)
@@ -387,6 +390,17 @@ mod tests {
         let table = PhraseTable::new([("适宜人群".to_owned(), 3), ("不适宜人群".to_owned(), 2)], false);
         let text: Vec<char> = "看不适宜人群".chars().collect();
         assert_eq!(table.find(&text), [PhraseMatch { start: 1, len: 5, value: 2 }]);
+    }
+
+    #[test]
+    fn a_traditional_lexicon_reads_simplified_and_traditional_queries() {
+        let lexicon = r#"{"products": [{"id": "a", "name": "魚油"}], "homophones": ["魚餘"],
+                          "intents": [{"id": "u", "name": "服用方法", "house": ["怎麼吃"]}]}"#;
+        let lexicon = Lexicon::parse(lexicon).unwrap();
+        for query in ["魚油怎麼吃", "餘油怎麼吃", "余油怎么吃"] {
+            let found = QueryIntent::read(&lexicon, query, &Context::default());
+            assert_eq!((found.product, found.intent()), (Some(0), Some(0)), "{query}");
+        }
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use crate::error::DataError;
 use crate::retrieval::language::{retrieval_language, spaced_words};
 use crate::table::read_text;
-use crate::text::{fold, normalise};
+use crate::text::{fold, normalise, simplified};
 use querl_core::config::{Language, RetrievalConfig};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -41,8 +41,8 @@ impl Vocabulary {
 /// The default dictionary of 350,000 words.
 static DEFAULT: LazyLock<Arc<Jieba>> = LazyLock::new(|| Arc::new(Jieba::new()));
 
-/// Segmentation into lower-case words: Chinese by jieba's search mode with its hidden Markov model, other languages by spaces, with
-/// stemming. Clones share the dictionary.
+/// Segmentation into lower-case words: Chinese by jieba's search mode with its hidden Markov model, in Simplified characters, other
+/// languages by spaces, with stemming. Clones share the dictionary.
 #[derive(Clone)]
 pub(crate) struct Segmenter {
     jieba: Arc<Jieba>,
@@ -80,10 +80,10 @@ impl Segmenter {
         self.language != Language::Zh
     }
 
-    /// The form of a text in which phrases of a lexicon are matched: Chinese text without spaces and punctuation, in other languages the
-    /// stemmed words separated by spaces.
+    /// The form of a text in which phrases of a lexicon are matched: Chinese text in Simplified characters without spaces and punctuation,
+    /// in other languages the stemmed words separated by spaces.
     pub(crate) fn phrase_form(&self, text: &str) -> String {
-        if self.is_spaced() { self.tokens(&fold(text)).join(" ") } else { normalise(text) }
+        if self.is_spaced() { self.tokens(&fold(text)).join(" ") } else { normalise(&simplified(text)) }
     }
 
     /// Adds `words` and the words of a file in jieba's format (one `word [frequency] [tag]` per line) to the default dictionary. A word
@@ -94,8 +94,9 @@ impl Segmenter {
         words: impl IntoIterator<Item = &'a str>,
     ) -> Result<Self, DataError> {
         let entries = dictionary.map_or_else(|| Ok(Vec::new()), read_dictionary)?;
-        let own = entries.iter().map(|entry| (entry.word.clone(), entry.frequency));
-        let segmenter = Self::of(shared(own.chain(words.into_iter().map(|word| (fold(word), None))).collect()));
+        let own = entries.iter().map(|entry| (simplified(&entry.word).into_owned(), entry.frequency));
+        let words = words.into_iter().map(|word| (simplified(&fold(word)).into_owned(), None));
+        let segmenter = Self::of(shared(own.chain(words).collect()));
         if let (Some(path), Some(warning)) = (dictionary, segmenter.split_entries(&entries)) {
             tracing::warn!("{}: {warning}", path.display());
         }
@@ -112,7 +113,8 @@ impl Segmenter {
     }
 
     pub(crate) fn is_one_word(&self, word: &str) -> bool {
-        self.tokens(word).iter().any(|token| token == word)
+        let word = simplified(word);
+        self.tokens(&word).iter().any(|token| *token == word)
     }
 
     pub(crate) fn analyser(&self) -> TextAnalyzer {
@@ -128,7 +130,8 @@ impl Segmenter {
     }
 
     fn by_jieba(&self, text: &str) -> Vec<String> {
-        let words = self.jieba.tokenize(text, TokenizeMode::Search, true).into_iter();
+        let text = simplified(text);
+        let words = self.jieba.tokenize(&text, TokenizeMode::Search, true).into_iter();
         words.map(|token| token.word.to_lowercase()).filter(|word| word.chars().any(char::is_alphanumeric)).collect()
     }
 
@@ -136,7 +139,11 @@ impl Segmenter {
     fn pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
         match self.is_spaced() {
             true => text.split_word_bounds().collect(),
-            false => self.jieba.cut(text, true).into_iter().map(|token| token.word).collect(),
+            false => {
+                let folded = simplified(text);
+                let tokens = self.jieba.cut(&folded, true);
+                tokens.iter().map(|token| &text[token.byte_start..token.byte_end]).collect()
+            }
         }
     }
 
@@ -264,7 +271,8 @@ impl Tokenizer for Segmenter {
             let token = |(position, text)| Token { position, text, ..Token::default() };
             return Words { tokens: self.tokens(text).into_iter().enumerate().map(token).collect(), n_passed: 0 };
         }
-        let found = self.jieba.tokenize(text, TokenizeMode::Search, true).into_iter();
+        let text = simplified(text);
+        let found = self.jieba.tokenize(&text, TokenizeMode::Search, true).into_iter();
         let tokens: Vec<Token> = found
             .map(|token| {
                 let offset_from = token.word.as_ptr() as usize - text.as_ptr() as usize;
@@ -361,7 +369,7 @@ impl Synonyms {
     /// in sequence.
     pub(crate) fn segmented_by(mut self, segmenter: &Segmenter) -> Self {
         let words = |entry: &String| match segmenter.is_one_word(entry) {
-            true => vec![entry.clone()],
+            true => vec![simplified(entry).into_owned()],
             false => segmenter.tokens(entry),
         };
         self.segmented = SegmentedGroups::default();
@@ -416,6 +424,22 @@ mod tests {
         for word in ["雨生红球藻片", "轻盈小绿瓶", "蓝帽标"] {
             assert!(words.contains(&word.to_owned()), "{words:?}");
         }
+    }
+
+    /// Symptom: of 60 queries in Traditional Chinese, 39 found nothing.
+    #[test]
+    fn traditional_and_simplified_texts_have_the_same_words() {
+        let (_folder, path) = crate::scratch_file("words.txt");
+        std::fs::write(&path, "鳳凰轉帳卡\n").unwrap();
+        let segmenter = Segmenter::with_words(Some(&path), ["雙幣約定"]).unwrap();
+        let (traditional, simplified) = ("鳳凰轉帳卡遺失後的掛失與雙幣約定", "凤凰转帐卡遗失后的挂失与双币约定");
+        let words = segmenter.words(traditional);
+        assert_eq!(words, segmenter.words(simplified));
+        assert!(["凤凰转帐卡", "挂失", "双币约定"].iter().all(|word| words.contains(&(*word).to_owned())), "{words:?}");
+        assert_eq!(segmenter.phrase_form(traditional), simplified);
+        assert_eq!(segmenter.pieces(traditional).concat(), traditional);
+        let segmenter = WordSegmenter(segmenter);
+        assert_eq!(segmenter.text_without_words_of("掛失 手續費", "挂失"), "手續費");
     }
 
     /// The lines are from jieba's sample dictionary.

@@ -8,7 +8,8 @@
 use super::entities::{entities, topic};
 use super::passages::sentences;
 use super::phrases::{ENTITY, OTHER, Phrases};
-use querl_data::{Passage, WordSegmenter};
+use querl_core::config::Language;
+use querl_data::{Passage, WordSegmenter, is_mostly_traditional};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use std::collections::{HashMap, HashSet};
@@ -67,7 +68,11 @@ struct ConversationSource {
 
 impl<'a> ConversationGenerator<'a> {
     pub(super) fn new(passages: &[Passage], segmenter: &'a WordSegmenter) -> Self {
-        let phrases = Phrases::of(segmenter.language());
+        let texts = || passages.iter().flat_map(|passage| [passage.title.as_str(), passage.text.as_str()]);
+        let phrases = match segmenter.language() {
+            Language::Zh if is_mostly_traditional(texts()) => Phrases::TRADITIONAL,
+            language => Phrases::of(language),
+        };
         let titles: Vec<&str> = passages.iter().map(|passage| passage.title.trim()).collect();
         let of_titles = entities(&titles, segmenter, &phrases);
         let mut frequencies: HashMap<String, usize> = HashMap::new();
@@ -286,7 +291,6 @@ fn random_run<'t>(items: &[&'t str], lengths: RangeInclusive<usize>, rng: &mut C
 mod tests {
     use super::super::testing::{APPLIANCES, passages, segmenter};
     use super::*;
-    use querl_core::config::Language;
     use rand::SeedableRng;
 
     fn drawn(language: Language, texts: &[(&str, &str)], n: usize, seed: u64) -> Vec<Conversation> {
@@ -397,6 +401,19 @@ mod tests {
             assert!(spaces.windows(2).all(between_latin), "{query}");
             assert!(!target.is_empty());
         }
+    }
+
+    /// Symptom: Simplified question words in a corpus of Traditional passages.
+    #[test]
+    fn traditional_passages_have_traditional_question_words() {
+        let texts = [
+            ("暢享59套餐資費標準", "暢享59套餐月基本費59元，內含國內通用流量30GB。"),
+            ("暢享59套餐辦理條件", "個人客戶憑本人有效身分證件均可辦理。"),
+        ];
+        let conversations = drawn(Language::Zh, &texts, 200, 3);
+        let have = |text: &str| conversations.iter().any(|one| one.query.contains(text) || one.history.contains(text));
+        assert!(have("怎麼") && have("嗎") && have("諮詢"), "{conversations:?}");
+        assert!(!["怎么", "请问", "什么", "吗", "咨询", "办理"].into_iter().any(have), "{conversations:?}");
     }
 
     #[test]

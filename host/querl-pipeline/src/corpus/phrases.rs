@@ -22,6 +22,13 @@ pub(super) struct Phrases {
 const PLAIN: &[&str] = &["ENTITY", "OTHER; ENTITY"];
 
 impl Phrases {
+    /// The phrases of Chinese in Traditional characters.
+    pub(super) const TRADITIONAL: Self = Self {
+        before: &["怎麼", "請問", "如何", "能不能", "什麼時候", "誰", "為什麼"],
+        after: &["嗎", "是什麼", "呢", "多少", "在哪裡", "怎麼辦"],
+        histories: &["諮詢ENTITY", "先問OTHER，後問ENTITY", "已辦理ENTITY", "先看OTHER，後選了ENTITY", "正在用ENTITY"],
+    };
+
     pub(super) fn of(language: Language) -> Self {
         let before = |before: &'static [&'static str]| Self { before, after: &[], histories: PLAIN };
         match language {
@@ -110,10 +117,10 @@ mod tests {
 
     #[test]
     fn every_remark_names_the_entity() {
-        for language in [Language::Zh, Language::En, Language::De, Language::Other] {
-            let histories = Phrases::of(language).histories;
-            assert!(histories.iter().all(|history| history.contains(ENTITY)), "{language:?}");
-            assert!(histories.iter().any(|history| !history.contains(OTHER)), "{language:?}");
+        let of_languages = [Language::Zh, Language::En, Language::De, Language::Other].map(Phrases::of);
+        for Phrases { histories, .. } in of_languages.into_iter().chain([Phrases::TRADITIONAL]) {
+            assert!(histories.iter().all(|history| history.contains(ENTITY)), "{histories:?}");
+            assert!(histories.iter().any(|history| !history.contains(OTHER)), "{histories:?}");
         }
     }
 }

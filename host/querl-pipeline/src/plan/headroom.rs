@@ -11,6 +11,8 @@ pub(super) const DEPTH: usize = 50;
 const LITTLE_HEADROOM: f64 = 0.03;
 /// Share of gold passages that neither rewrite retrieves among [`DEPTH`]; above it, retrieval is the limit and not the rewrite.
 const MANY_ABSENT: f64 = 0.3;
+/// Share of raw queries without any hit above which the words of queries and passages do not match.
+const MANY_WITHOUT_HITS: f64 = 0.25;
 
 /// Half width of a 95% interval in standard errors.
 const Z: f64 = 1.96;
@@ -304,6 +306,8 @@ pub struct RetrievalHeadroom {
     pub teacher: RankHistogram,
     /// Number of rows whose gold passage is among the first 50 neither for the raw query nor for the teacher's rewrite.
     pub n_absent_for_both: usize,
+    /// Number of rows whose raw query has no hit at all with the configured retrieval limits.
+    pub n_raw_without_hits: usize,
 }
 
 impl RetrievalHeadroom {
@@ -315,15 +319,20 @@ impl RetrievalHeadroom {
             raw: RankHistogram::of(with_gold.iter().map(|row| row.raw.deep_rank)),
             teacher: RankHistogram::of(with_gold.iter().map(|row| row.teacher.deep_rank)),
             n_absent_for_both: with_gold.iter().filter(is_absent).count(),
+            n_raw_without_hits: with_gold.iter().filter(|row| row.raw.hits.is_empty()).count(),
         })
     }
 
     /// The headroom of retrieval as advice in words.
     pub fn advice(&self) -> Advice {
         let n = self.raw.n();
-        let absent = share(self.n_absent_for_both, n);
+        let (absent, without_hits) = (share(self.n_absent_for_both, n), share(self.n_raw_without_hits, n));
+        let no_hits = match self.n_raw_without_hits {
+            0 => String::new(),
+            _ => format!("; {} of the raw queries have no hit at all", percent(without_hits)),
+        };
         let finding = format!(
-            "rows with the gold passage at rank 1, 2 to 5, 6 to 10, 11 to 50, below: raw query {}; teacher {}; below 50 for both {} of {n}",
+            "rows with the gold passage at rank 1, 2 to 5, 6 to 10, 11 to 50, below: raw query {}; teacher {}; below 50 for both {} of {n}{no_hits}",
             self.raw.sentence(),
             self.teacher.sentence(),
             percent(absent)
@@ -333,6 +342,12 @@ impl RetrievalHeadroom {
             (
                 Level::Bad,
                 "check gold ids, segmentation and passages (`querl rag check`): no rewrite finds what the index does not have",
+            )
+        } else if without_hits > MANY_WITHOUT_HITS {
+            (
+                Level::Weak,
+                "their words are not in the index, or scores are below retrieval.score_threshold: check retrieval.language and \
+                 segmentation (`querl rag check`), or retrieve by vectors too (retrieval.embedding)",
             )
         } else if first > 1.0 - LITTLE_HEADROOM {
             (
@@ -460,5 +475,22 @@ mod tests {
         let headroom = RetrievalHeadroom::of(&rows).unwrap();
         assert_eq!(headroom.n_absent_for_both, 1);
         assert_eq!(headroom.advice().level, Level::Bad);
+    }
+
+    /// Symptom: retrieval was ok although two of three raw queries found nothing.
+    #[test]
+    fn raw_queries_without_any_hit_are_reported() {
+        let of = |n_without_hits: usize| {
+            let mut rows = vec![row(Split::Train, (&["x", "g"], 0.5), (&["g"], 0.9)); 8];
+            rows[..n_without_hits].fill(row(Split::Train, (&[], 0.0), (&["g"], 0.9)));
+            RetrievalHeadroom::of(&rows).unwrap().advice()
+        };
+        let (few, many) = (of(2), of(3));
+        assert!(
+            few.level == Level::Ok && few.finding.ends_with("; 25 % of the raw queries have no hit at all"),
+            "{few:?}"
+        );
+        assert!(many.level == Level::Weak && many.action.contains("retrieval.language"), "{many:?}");
+        assert!(!of(0).finding.contains("no hit"));
     }
 }

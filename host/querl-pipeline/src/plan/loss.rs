@@ -82,8 +82,9 @@ pub struct LossFacts {
 }
 
 impl LossFacts {
-    /// The loss as advice in words. The loss on the targets of SFT decides; the loss on passages only if there are no rewrites yet, since a
-    /// base may have memorised the passages without being able to write a rewrite. Such a base may learn the form: it is weak, not bad.
+    /// The loss as advice in words. The loss on the targets of SFT decides. If there are no rewrites yet, the loss on passages can be bad
+    /// or weak, not ok: a base may have memorised the passages without being able to write a rewrite. Such a base may learn the form: it
+    /// is weak, not bad.
     pub fn advice(&self) -> Advice {
         let of = |what: &str, loss: &TextLoss| {
             let [weak, bad] = loss.limits();
@@ -128,7 +129,12 @@ impl LossFacts {
                 "undertrained on these texts: pretrain it for more epochs (`querl model pretrain`), take another base, or fine-tune with more rows \
                  and epochs",
             ),
-            (Some(level), _) | (None, Some(level)) => (level, "nothing to do: the base model knows these texts"),
+            (None, Some(_)) => (
+                Level::Unknown,
+                "the base model knows the passages; whether it can write the rewrites is not known before the data stages: \
+                 run `querl run CONFIG --to convert`, then plan again",
+            ),
+            (Some(level), _) => (level, "nothing to do: the base model knows these texts"),
         };
         Advice::new("base model", level, finding.join("; "), action)
     }
@@ -252,10 +258,12 @@ mod tests {
         assert_eq!(of(None, Some(loss(3.0, 3.2))).level, Level::Bad, "no better than a unigram model");
         assert_eq!(of(None, Some(loss(4.0, 7.0))).level, Level::Weak);
         assert_eq!(of(None, None).level, Level::Unknown);
-        let fine = of(None, Some(loss(2.0, 7.0)));
+        // Regression: such a base was ok before the data stages and hardly better than token frequencies after them.
+        let known = of(None, Some(loss(2.0, 7.0)));
+        assert!(known.action.contains("the rewrites is not known before the data stages"), "{known:?}");
         let expected = "loss 2.00 nats per token of passages (1.00 per character; token frequencies alone give 7.00; weak above 3.50, bad above \
                         4.50); targets are full texts (data.rewrite_form = \"full\")";
-        assert_eq!((fine.level, fine.finding.as_str()), (Level::Ok, expected));
+        assert_eq!((known.level, known.finding.as_str()), (Level::Unknown, expected));
     }
 
     /// Regression: a base model that had memorised the passages was rated ok, whatever it wrote.
