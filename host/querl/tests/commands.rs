@@ -4,6 +4,7 @@
 mod support;
 
 use std::collections::BTreeSet;
+use std::process::Stdio;
 use support::Project;
 use support::process::{interrupted, signal};
 
@@ -30,6 +31,14 @@ fn config_check_ends_with_its_warnings_and_the_result() {
     let text = project.read("output");
     let [.., warning, result] = text.lines().collect::<Vec<_>>()[..] else { panic!("{text}") };
     assert!(warning.starts_with("warning: the recorded teacher") && result == "querl.toml: ok", "{text}");
+
+    // Symptom: where `head` had closed stdout, there were no warnings, no result and the exit code 1.
+    let mut command = project.command(&["config", "check", "querl.toml"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && said.ends_with(&format!("{warning}\n{result}\n")), "{said}");
 }
 
 #[test]

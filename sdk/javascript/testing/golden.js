@@ -81,6 +81,8 @@ const FAILURES = [
   "server_error",
   "invalid_response",
   "not_recorded",
+  "down",
+  "over_budget",
 ];
 
 export function readGolden(folder) {

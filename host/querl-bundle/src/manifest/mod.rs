@@ -244,7 +244,8 @@ impl Manifest {
         format!("{}-{}.querl", self.plugin.id, self.plugin.version)
     }
 
-    /// The manifest as TOML, with sections in the order of the documentation, keys in a fixed order and without comments. Parsing it gives an equal value.
+    /// The manifest as TOML, with sections in the order of the documentation, keys in a fixed order and without comments. Parsing it gives
+    /// an equal value.
     pub fn to_text(&self) -> String {
         let mut text = String::new();
         write_section(&mut text, "plugin", &plugin(&self.plugin));

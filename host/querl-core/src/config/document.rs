@@ -102,8 +102,15 @@ impl Document {
         found.next().is_none().then_some(origin)
     }
 
-    /// Location of `key`, or else of the innermost enclosing section.
+    /// Location of `key`; of a key within it if flags alone have set the section; or else of the innermost enclosing section.
     pub(super) fn origin(&self, key: &str) -> Option<&Origin> {
+        if !self.is_written(key) {
+            let prefix = format!("{key}.");
+            let inside = self.origins.range(prefix.clone()..).next().filter(|(other, _)| other.starts_with(&prefix));
+            if let Some((_, origin)) = inside {
+                return Some(origin);
+            }
+        }
         let mut key = key;
         loop {
             if let Some(origin) = self.origins.get(key) {

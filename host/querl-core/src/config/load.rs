@@ -797,6 +797,11 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
         assert!(text_for_section.ends_with(expected), "{text_for_section}");
         let expected = "--set rl.gea_lambda: unknown key rl.gea_lambda; did you mean rl.gae_lambda?";
         assert_eq!(fault(GOOD, &["rl.gea_lambda=1"]), expected);
+        // Symptom: the file was named, without a line.
+        let expected = "--set retreival.top_k: unknown key retreival; did you mean retrieval?";
+        assert_eq!(fault(GOOD, &["retreival.top_k=5"]), expected);
+        let expected = "--set data.inputs.path: unknown key data.inputs; did you mean data.input?";
+        assert_eq!(fault(GOOD, &["data.inputs.path=a.xlsx"]), expected);
         let missing = |value: &str| {
             fault(GOOD, &[value]).replace(&std::env::current_dir().unwrap().display().to_string(), "here")
         };

@@ -17,6 +17,8 @@ struct FailureLines {
     limit: LogLimit,
     /// True until a line reports that requests succeed again.
     is_open: bool,
+    /// Number of failures since such a line.
+    n_failures: u64,
 }
 
 impl FailureLog {
@@ -31,29 +33,38 @@ impl FailureLog {
         }
     }
 
+    /// Like [`Self::warn`], at level info, for a failure that a client may have caused.
+    pub(super) fn note(&self, subject: &str, reason: &'static str, message: &str) {
+        if let Some(n_since) = self.n_since(subject, reason, Instant::now()) {
+            tracing::info!("{subject}: {reason}: {message}{}", more(n_since));
+        }
+    }
+
     /// Logs that requests succeed again, once after a line of [`Self::warn`] with the same subject and reason.
     pub(super) fn note_success(&self, subject: &str, reason: &'static str, message: &str) {
-        if let Some(n_since) = self.n_until_success(subject, reason) {
-            tracing::info!("{subject}: {message}{}", more(n_since));
+        if let Some(n_failures) = self.n_until_success(subject, reason) {
+            tracing::info!("{subject}: {message} after {n_failures} failure(s)");
         }
     }
 
     /// Number of failures since the last line; `None` if it is too early for the next line.
     fn n_since(&self, subject: &str, reason: &'static str, now: Instant) -> Option<u64> {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        let first = || FailureLines { limit: LogLimit::new(1, self.interval), is_open: false };
+        let first = || FailureLines { limit: LogLimit::new(1, self.interval), is_open: false, n_failures: 0 };
         let lines = lines.entry((subject.to_owned(), reason)).or_insert_with(first);
+        lines.n_failures += 1;
         let n_since = lines.limit.admit(now)?;
         lines.is_open = true;
         Some(n_since)
     }
 
-    /// Number of failures since the last line; `None` if the last line is not about a failure.
+    /// Number of failures since the last line about a success; `None` if the last line is not about a failure.
     fn n_until_success(&self, subject: &str, reason: &'static str) -> Option<u64> {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         let lines = lines.get_mut(&(subject.to_owned(), reason)).filter(|lines| lines.is_open)?;
         lines.is_open = false;
-        Some(lines.limit.take_left_out())
+        lines.limit.take_left_out();
+        Some(std::mem::take(&mut lines.n_failures))
     }
 }
 
@@ -85,8 +96,8 @@ mod tests {
         let succeeded = || log.n_until_success("upstream", "down");
         assert_eq!(succeeded(), None);
         assert_eq!((failed(0), failed(1), failed(2)), (Some(0), None, None));
-        assert_eq!((succeeded(), succeeded()), (Some(2), None));
+        assert_eq!((succeeded(), succeeded()), (Some(3), None));
         assert_eq!((failed(3), succeeded(), failed(59)), (None, None, None));
-        assert_eq!((failed(60), succeeded()), (Some(2), Some(0)));
+        assert_eq!((failed(60), succeeded()), (Some(2), Some(3)));
     }
 }

@@ -18,6 +18,7 @@ const FAILURE_INTERVAL: Duration = Duration::from_secs(60);
 const FAILED: &str = "request failed";
 const SERVER_ERROR: &str = "server error";
 const CLIENT_ERROR: &str = "request rejected";
+const TOO_LARGE: &str = "response too large";
 const UNREADABLE: &str = "unreadable response";
 const WITHOUT_TEXT: &str = "passages without a text are left out";
 
@@ -102,13 +103,13 @@ impl Upstream {
         let request = self.client.post(format!("{}{query}", self.url)).headers(forwarded(headers)).body(body);
         let failed = |status, what: &str| ErrorResponse::new(status, format!("the retrieval service {what}"));
         match receive(request).await {
-            Ok(response) if response.body.len() > MAX_RESPONSE_BYTES => {
-                self.failures.warn(&self.url, FAILED, "the response is larger than 64 MiB");
-                Err(failed(StatusCode::BAD_GATEWAY, "responded with more than 64 MiB"))
-            }
             Ok(response) => {
                 self.failures.note_success(&self.url, FAILED, "responds again");
                 self.log_status(response.status);
+                if response.body.len() > MAX_RESPONSE_BYTES {
+                    self.failures.warn(&self.url, TOO_LARGE, "more than 64 MiB");
+                    return Err(failed(StatusCode::BAD_GATEWAY, "responded with more than 64 MiB"));
+                }
                 Ok(response)
             }
             Err(error) => {
@@ -120,14 +121,15 @@ impl Upstream {
         }
     }
 
-    /// Logs an error status. The body is not logged: it may quote the query.
+    /// Logs an error status, of 4xx at level info: the client's request may be its cause. The body is not logged: it may quote the query.
     fn log_status(&self, status: StatusCode) {
         if status.is_server_error() {
             self.failures.warn(&self.url, SERVER_ERROR, &format!("status {status}"));
-        } else if status.is_client_error() {
-            self.failures.warn(&self.url, CLIENT_ERROR, &format!("status {status}"));
         } else {
-            self.failures.note_success(&self.url, SERVER_ERROR, "responds without a server error again");
+            self.failures.note_success(&self.url, SERVER_ERROR, "responds without a status of 5xx again");
+        }
+        if status.is_client_error() {
+            self.failures.note(&self.url, CLIENT_ERROR, &format!("status {status}"));
         }
     }
 
@@ -181,7 +183,7 @@ impl Upstream {
             }
             _ if status.is_client_error() => {
                 if response.status.is_success() {
-                    self.failures.warn(&self.url, CLIENT_ERROR, &format!("status {status}"));
+                    self.failures.note(&self.url, CLIENT_ERROR, &format!("status {status}"));
                 }
                 let message = body["msg"].as_str().unwrap_or("the retrieval service rejected the request");
                 Err(ErrorResponse::new(status, message))

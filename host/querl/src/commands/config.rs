@@ -10,7 +10,7 @@ use querl_pipeline::check_first_prompt;
 use querl_pipeline::device;
 use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::{PluginUse, Plugins};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 
 #[derive(Debug, Subcommand)]
 pub enum ConfigCommand {
@@ -41,15 +41,20 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
     Ok(std::io::stdout().write_all(text.as_bytes())?)
 }
 
-/// Prints the configuration, then the findings: a terminal ends with them.
+/// Prints the configuration, then the findings: a terminal ends with them. A reader of stdout that leaves early, such as `head`, changes
+/// neither them nor the result.
 fn print_checked(args: &CheckArgs) -> anyhow::Result<()> {
     let mut findings = Vec::new();
     let config = check(args, &mut findings);
-    if let Ok(config) = &config {
-        std::io::stdout().write_all(config.to_toml().as_bytes())?;
-    }
+    let text = config.as_ref().map_or_else(|_| String::new(), Config::to_toml);
+    let written = std::io::stdout().write_all(text.as_bytes());
     findings.iter().for_each(|line| terminal::print(line));
     config?;
+    if let Err(error) = written
+        && error.kind() != ErrorKind::BrokenPipe
+    {
+        return Err(error.into());
+    }
     terminal::print(&format!("{}: ok", args.config.path.display()));
     Ok(())
 }

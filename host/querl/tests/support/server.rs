@@ -5,7 +5,7 @@ use reqwest::Client;
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A server process, killed when dropped.
 pub struct Server {
@@ -17,6 +17,9 @@ pub struct Server {
 impl Server {
     /// Starts `command` on a free port, with `TEST_KEY` in its environment and its log in `server.log` of the project.
     pub fn start(project: &Project, command: &[&str], args: &[&str]) -> Self {
+        // Tests that were started with `nohup` inherit an ignored SIGHUP, and so would the server, which then never reloads.
+        // SAFETY: it sets the default action.
+        unsafe { libc::signal(libc::SIGHUP, libc::SIG_DFL) };
         let args = [command, &["--addr", "127.0.0.1:0"], args].concat();
         let mut process = project
             .command(&args)
@@ -33,15 +36,9 @@ impl Server {
     }
 
     pub async fn ready(&self) {
-        for _ in 0..600 {
-            let response = self.client.get(format!("{}/ready", self.url)).send().await.unwrap();
-            if response.status() == 200 {
-                return;
-            }
-            assert_eq!(response.status(), 503);
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
-        panic!("the model was never loaded");
+        let status = async || self.client.get(format!("{}/ready", self.url)).send().await.unwrap().status().as_u16();
+        until(async || status().await != 503).await;
+        assert_eq!(status().await, 200, "the model was never loaded");
     }
 
     /// Status and JSON of the response.
@@ -61,12 +58,10 @@ impl Server {
     }
 }
 
-/// Waits until `is_done`, at most for half a minute.
+/// Waits until `is_done`, at most for two minutes: a machine under load is slow. The caller then asserts what it waited for.
 pub async fn until(is_done: impl AsyncFn() -> bool) {
-    for _ in 0..600 {
-        if is_done().await {
-            return;
-        }
+    let started = Instant::now();
+    while !is_done().await && started.elapsed() < Duration::from_secs(120) {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

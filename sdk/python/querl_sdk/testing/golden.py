@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +82,9 @@ _RESULTS = (
 )
 """The results of external calls in an episode, each with the key that has the result of a success."""
 
+_FAILURES = (*get_args(FailureKind), "down", "over_budget")
+"""Kinds of failures of external calls; the contract has the last two as `other`."""
+
 
 @dataclass
 class GoldenCase:
@@ -124,14 +126,14 @@ def check_golden(plugin: type, folder: Path | str) -> int:
             names = f"expected one of {', '.join(f'`{name}`' for name in known)}" if known else "the plugin has no settings"
             assert key in known, f"{case.place} `{case.name}`: unknown setting `{key}`, {names}"
             is_valid, _ = _SETTINGS[known[key].value_type]
-            problem = f"expected {_in_words(known[key])}, got {json.dumps(value, ensure_ascii=False)}"
+            problem = f"expected {_in_words(known[key])}, got {json_form.compact(value)}"
             assert is_valid(value), f"{case.place} `{case.name}`: setting `{key}`: {problem}"
         before = host._send_to(recorded(case.calls))
         try:
             returned = _answers(plugin(Settings(case.settings)), case)
         finally:
             host._send_to(before)
-        assert _agrees(returned, case), f"{case.place} `{case.name}`: expected {case.expect!r}; returned {returned!r}"
+        assert _agrees(returned, case), f"{case.place} `{case.name}`: expected {json_form.compact(case.expect)}; returned {returned!r}"
     return len(cases)
 
 
@@ -188,7 +190,7 @@ def _check_expect(about: str, value: Any) -> None:
             for key, got in known.items():
                 is_valid, expected = _FORM.get(key, (_is_text, "a text"))
                 if not is_valid(got):
-                    raise ValueError(f"`{key}` in `expect` is {json.dumps(got, ensure_ascii=False)}; expected {expected}")
+                    raise ValueError(f"`{key}` in `expect` is {json_form.compact(got)}; expected {expected}")
 
 
 def _sent(about: str, value: Any, name: str) -> Any:
@@ -229,19 +231,18 @@ def _complete_result(value: Any, result: str, place: str) -> None:
         _complete_failure(value["failed"], f"{place}.failed")
     elif keys != [result] and value is not None and (value, result) != ("not_sampled", "scored"):
         problem = f"expected an object with `{result}` or with `failed`"
-        raise ValueError(f"`{place}` is {json.dumps(value, ensure_ascii=False)}; {problem}")
+        raise ValueError(f"`{place}` is {json_form.compact(value)}; {problem}")
 
 
 def _complete_failure(failure: Any, place: str) -> None:
     fields = json_form.Fields(failure, place)
     kind, message = fields.optional("kind"), fields.optional("message", "")
     fields.end()
-    known = get_args(FailureKind)
-    if kind not in known:
-        names = "`, `".join(known)
-        raise ValueError(f"`{place}.kind` is {json.dumps(kind, ensure_ascii=False)}; expected one of `{names}`")
+    if kind not in _FAILURES:
+        names = "`, `".join(_FAILURES)
+        raise ValueError(f"`{place}.kind` is {json_form.compact(kind)}; expected one of `{names}`")
     if not _is_text(message):
-        raise ValueError(f"`{place}.message` is {json.dumps(message, ensure_ascii=False)}; expected a text")
+        raise ValueError(f"`{place}.message` is {json_form.compact(message)}; expected a text")
     failure["message"] = message
 
 

@@ -15,12 +15,17 @@ from ..types import Context, Episode, Hit, Message
 _FORMATS = (2, 3)
 
 
+def compact(value: Any) -> str:
+    """The JSON of a value in a message, without spaces, as in all kits."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 class Fields:
     """The keys of a JSON object. `end` raises an error for keys that were not read."""
 
     def __init__(self, value: Any, place: str) -> None:
         if not isinstance(value, dict):
-            raise ValueError(f"`{place}` is {json.dumps(value, ensure_ascii=False)}; expected an object")
+            raise ValueError(f"`{place}` is {compact(value)}; expected an object")
         self._left = dict(value)
         self._taken: list[str] = []
         self._place = place

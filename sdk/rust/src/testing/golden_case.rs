@@ -380,7 +380,7 @@ fn episode<T: GoldenTypes>(value: Value, id: &str, path: &str) -> Result<T::Epis
 }
 
 /// Kinds of failures of external calls.
-const FAILURES: [&str; 8] = [
+const FAILURES: [&str; 10] = [
     "timeout",
     "unreachable",
     "unauthorized",
@@ -389,6 +389,8 @@ const FAILURES: [&str; 8] = [
     "server_error",
     "invalid_response",
     "not_recorded",
+    "down",
+    "over_budget",
 ];
 
 /// Checks the form of a result of an external call, because errors of serde do not name its place, and fills in the message of a failure.

@@ -119,7 +119,8 @@ const RESERVED_IN_RUST: &str = "abstract alloc as async await become box break c
     final fn for gen if impl in let loop macro match mod move mut proc-macro pub ref return self static std \
     struct super test trait try";
 
-/// Names and contents of the files of a new folder. A language's templates are in `templates/common` and `templates/KIND`; their placeholder is `{{name}}`.
+/// Names and contents of the files of a new folder. A language's templates are in `templates/common` and `templates/KIND`; their
+/// placeholder is `{{name}}`.
 fn files_of(plugin: &str, kind: Kind, language: Language) -> BTreeMap<String, Cow<'static, [u8]>> {
     let mut files: BTreeMap<String, Cow<'static, [u8]>> = BTreeMap::new();
     files.insert("LICENSE".into(), embedded("LICENSE"));
