@@ -304,24 +304,25 @@ async fn failures_of_an_upstream_have_one_line_each_in_the_log_without_the_query
     const ECHO: &str = "{\"detail\": \"胶原蛋白怎么吃\"}";
     let upstream = std::thread::spawn(move || {
         answer_once(&listener, "200 OK", "{}");
-        for status in ["503 Service Unavailable", "503 Service Unavailable", "404 Not Found", "200 OK"] {
+        for status in ["503 Service Unavailable", "503 ", "404 Not Found", "422 Unprocessable Entity", "302 Found"] {
             answer_once(&listener, status, ECHO);
         }
     });
-    for expected in [200, 503, 503, 404] {
+    for expected in [200, 503, 503, 404, 422] {
         assert_eq!(status().await, expected);
     }
     let retrieval = json!({"query": "胶原蛋白怎么吃", "knowledge_id": "fivedoctors"});
     assert_eq!(server.ask("/retrieval", &retrieval).await.0, 502);
     upstream.join().unwrap();
-    // Symptom: an error response of the upstream service left no line, and an unreadable one its text; 4xx was a warning, although a
-    // client can cause it.
+    // Symptom: an error response of the upstream service left no line, and an unreadable one its text; a request that only its client can
+    // correct left a warning, and a redirect nothing.
     for (level, end) in [
         ("INFO", ": responds again after 5 failure(s)"),
         ("WARN", ": server error: status 503 Service Unavailable"),
         ("INFO", ": responds without a status of 5xx again after 2 failure(s)"),
-        ("INFO", ": request rejected: status 404 Not Found"),
-        ("WARN", ": unreadable response: status 200 OK and no readable passages"),
+        ("WARN", ": request rejected: status 404 Not Found"),
+        ("INFO", ": invalid request: status 422 Unprocessable Entity"),
+        ("WARN", ": unreadable response: status 302 Found and no readable passages"),
     ] {
         let line = logged(&project, end).await;
         assert!(line.contains(level), "{line}");

@@ -226,7 +226,7 @@ class TestTesting(unittest.TestCase):
             ("integer", 2.5, "expected a whole number of at most 9, got 2.5"),
             ("flag", "true", 'expected true or false, got "true"'),
             ("texts", '["x"]', r'expected a list of texts, got "[\"x\"]"'),
-            ("texts", ["x", 1], 'expected a list of texts, got ["x", 1]'),
+            ("texts", ["x", 1], 'expected a list of texts, got ["x",1]'),
         ]:
             with self.assertRaises(AssertionError) as raised:
                 check_golden(Typed, folder_with("a.jsonl", {**case, "settings": {key: value}}))

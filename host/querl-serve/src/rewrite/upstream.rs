@@ -18,6 +18,7 @@ const FAILURE_INTERVAL: Duration = Duration::from_secs(60);
 const FAILED: &str = "request failed";
 const SERVER_ERROR: &str = "server error";
 const CLIENT_ERROR: &str = "request rejected";
+const INVALID_REQUEST: &str = "invalid request";
 const TOO_LARGE: &str = "response too large";
 const UNREADABLE: &str = "unreadable response";
 const WITHOUT_TEXT: &str = "passages without a text are left out";
@@ -121,7 +122,7 @@ impl Upstream {
         }
     }
 
-    /// Logs an error status, of 4xx at level info: the client's request may be its cause. The body is not logged: it may quote the query.
+    /// Logs an error status. The body is not logged: it may quote the query.
     fn log_status(&self, status: StatusCode) {
         if status.is_server_error() {
             self.failures.warn(&self.url, SERVER_ERROR, &format!("status {status}"));
@@ -129,7 +130,16 @@ impl Upstream {
             self.failures.note_success(&self.url, SERVER_ERROR, "responds without a status of 5xx again");
         }
         if status.is_client_error() {
-            self.failures.note(&self.url, CLIENT_ERROR, &format!("status {status}"));
+            self.log_rejection(status);
+        }
+    }
+
+    /// Logs a 4xx status, at level info if it is about the content of one request.
+    fn log_rejection(&self, status: StatusCode) {
+        let what = format!("status {status}");
+        match status.as_u16() {
+            400 | 413 | 414 | 415 | 422 | 431 => self.failures.note(&self.url, INVALID_REQUEST, &what),
+            _ => self.failures.warn(&self.url, CLIENT_ERROR, &what),
         }
     }
 
@@ -183,14 +193,14 @@ impl Upstream {
             }
             _ if status.is_client_error() => {
                 if response.status.is_success() {
-                    self.failures.note(&self.url, CLIENT_ERROR, &format!("status {status}"));
+                    self.log_rejection(status);
                 }
                 let message = body["msg"].as_str().unwrap_or("the retrieval service rejected the request");
                 Err(ErrorResponse::new(status, message))
             }
             unreadable => {
-                // `send` has logged an error status.
-                if response.status.is_success() {
+                // `send` has logged an error status, but not a redirect.
+                if !response.status.is_server_error() {
                     let what = format!("status {status} and no readable passages");
                     self.failures.warn(&self.url, UNREADABLE, &what);
                 }
