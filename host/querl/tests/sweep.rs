@@ -139,8 +139,8 @@ fn what_cannot_be_searched_is_refused_before_anything_runs() {
     let metric = refusal(&[&["--grid", "rl.gamma=0.9,1", "--metric", "reward"][..], &seeds].concat());
     assert!(metric.starts_with("--metric reward: expected a metric of the evaluations on the validation split"));
     let metric = refusal(&[&["--grid", "rl.gamma=0.9,1", "--metric", "val/mrr"][..], &seeds].concat());
-    let known =
-        "val/reward, val/win_rate, val/avg_top1, val/avg_top1_teacher, val/avg_quality, or val/reward/COMPONENT";
+    let known = "val/reward, val/win_rate, val/avg_top1, val/avg_top1_teacher, val/avg_quality, val/avg_mrr, \
+                 or val/reward/COMPONENT";
     assert!(metric.starts_with("--metric val/mrr: expected a metric ") && metric.ends_with(known), "{metric}");
     let message = project.refusal(&["sweep", "querl.toml", "--grid", "rl.gamma=1", "--seeds", "1", "--out", "run"], 2);
     assert_eq!(message, "run: is a run directory; name a folder of the sweep's own with --out");

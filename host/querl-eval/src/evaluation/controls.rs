@@ -189,8 +189,8 @@ fn second_values<'a>(index: &Index<'a>, system: &str, metric: Metric) -> Vec<(Qu
     index.of_records(system, value)
 }
 
-/// True if differences on the second retriever leave a query out: the teacher has no rewrite of it, or the second retriever has not searched
-/// the rewrite of the second system. Whether the first retriever failed has no part in it.
+/// True if differences on the second retriever leave a query out: the teacher has no rewrite of it, or the second retriever has not
+/// searched the rewrite of the second system. Whether the first retriever failed has no part in it.
 fn lacks_second([first, second]: [&EvalRecord; 2]) -> bool {
     lacks_teacher([first, second]) || answer(second).is_some_and(|answer| answer.second_retrieval.is_none())
 }

@@ -332,7 +332,8 @@ impl RetrievalHeadroom {
             _ => format!("; {} of the raw queries have no hit at all", percent(without_hits)),
         };
         let finding = format!(
-            "rows with the gold passage at rank 1, 2 to 5, 6 to 10, 11 to 50, below: raw query {}; teacher {}; below 50 for both {} of {n}{no_hits}",
+            "rows with the gold passage at rank 1, 2 to 5, 6 to 10, 11 to 50, below: raw query {}; teacher {}; below 50 for both \
+             {} of {n}{no_hits}",
             self.raw.sentence(),
             self.teacher.sentence(),
             percent(absent)

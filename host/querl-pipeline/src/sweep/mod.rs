@@ -103,6 +103,8 @@ fn check_metric(metric: &str, config: &Config) -> Result<(), Stop> {
     let mut known = vec![EVALUATION_REWARD];
     if config.retrieval.kind != RetrievalKind::None {
         known.extend(EVALUATION_RETRIEVAL);
+        // If queries have gold passages, as the first evaluation shows.
+        known.push("val/avg_mrr");
     }
     if is_component || known.contains(&metric) {
         return Ok(());

@@ -225,8 +225,8 @@ impl Health {
         ])
     }
 
-    /// Retrieval quality by step: the rank of the gold passages if they are known, since scores of hits do not show whether these answer the
-    /// query.
+    /// Retrieval quality by step: the rank of the gold passages if they are known, since scores of hits do not show whether these answer
+    /// the query.
     fn quality(&self) -> &[f64] {
         let gold = self.curve("gold");
         if gold.is_empty() { self.curve("quality") } else { gold }
@@ -236,8 +236,8 @@ impl Health {
         first_and_last_means(self.quality()).map(|(first, last)| last - first)
     }
 
-    /// True if quality decreases from the first to the last interval. Ranks vary more than scores, so that their decrease must be above three
-    /// standard errors, too.
+    /// True if quality decreases from the first to the last interval. Ranks vary more than scores, so that their decrease must be above
+    /// three standard errors, too.
     fn quality_falls(&self) -> bool {
         let (quality, has_gold) = (self.quality(), !self.curve("gold").is_empty());
         let Some(change) = self.quality_change() else { return false };

@@ -289,8 +289,8 @@ fn resampling_metrics(resampled: &ResampledQueries, n_queries: usize) -> Metrics
     ])
 }
 
-/// Means over scored episodes: reward and its components, wins against the teacher, top-1 scores of both, and `avg_mrr` over those with gold
-/// passages.
+/// Means over scored episodes: reward and its components, wins against the teacher, top-1 scores of both, and `avg_mrr` over those with
+/// gold passages.
 pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecord>) -> Metrics {
     let mut sums: BTreeMap<String, (f64, usize)> = BTreeMap::new();
     let mut add = |name: String, value: f64| {
