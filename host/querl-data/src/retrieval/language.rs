@@ -1,10 +1,8 @@
 //! Segmentation into words of texts in languages other than Chinese, and detection of the language of a knowledge base.
 
-use crate::retrieval::Passage;
+use crate::retrieval::passages;
 use querl_core::config::{Language, RetrievalConfig};
 use rust_stemmers::{Algorithm, Stemmer};
-use std::fs::File;
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 use unicode_normalization::UnicodeNormalization;
 use unicode_normalization::char::is_combining_mark;
@@ -29,10 +27,9 @@ pub fn retrieval_language(config: &RetrievalConfig) -> Language {
 }
 
 fn sample(path: &Path) -> String {
-    let Ok(file) = File::open(path) else { return String::new() };
-    let lines = BufReader::new(file).lines().map_while(Result::ok).take(N_PASSAGES);
     let mut text = String::new();
-    for passage in lines.filter_map(|line| serde_json::from_str::<Passage>(&line).ok()) {
+    let Ok(passages) = passages(path) else { return text };
+    for (_, passage) in passages.take(N_PASSAGES).filter_map(Result::ok) {
         text.push_str(&passage.full_text());
         text.push('\n');
         if text.len() > MAX_BYTES {
@@ -152,6 +149,14 @@ mod tests {
         for (text, language) in texts {
             assert_eq!(detect(text), language, "{text}");
         }
+    }
+
+    /// Symptom: a table counted as Chinese, because it was read as JSON lines.
+    #[test]
+    fn the_language_of_a_table_is_detected() {
+        let (_folder, path) = crate::scratch_file("kb.csv");
+        std::fs::write(&path, "id,text\na,The filter must be rinsed with cold water every three months.\n").unwrap();
+        assert_eq!(detect(&sample(&path)), Language::En);
     }
 
     #[test]

@@ -208,7 +208,7 @@ pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
         }
     };
     if n_bytes == 0 {
-        return Err(DataError::file(path, "the file is empty; expected a table with a column of queries"));
+        return Err(DataError::file(path, "the file is empty; expected a table with a header"));
     }
     check_first_bytes(path, extension)?;
     let table = open(path)?;

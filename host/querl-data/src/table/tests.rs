@@ -131,7 +131,7 @@ fn columns_of_exported_tables_are_found() {
 #[test]
 fn empty_files_are_reported() {
     let folder = Folder::new();
-    let expected = "the file is empty; expected a table with a column of queries";
+    let expected = "the file is empty; expected a table with a header";
     for name in ["a.xlsx", "a.csv", "a.tsv", "a.jsonl"] {
         assert_eq!(message(&folder.file(name, "")).rsplit_once(": ").unwrap().1, expected, "{name}");
     }
