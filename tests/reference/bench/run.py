@@ -3,6 +3,7 @@
     run.py survey [WORK...] [--shape S] [--dtype f32]   # every setting of the reference once, to find the fastest
     run.py compare [WORK...] [--shape S] [--dtype f32] [--rounds 3]
     run.py curve [--shape S]                             # losses of 50 steps from one adapter in one order
+    run.py builds [WORK...] --than BENCH [--rounds 3]    # querl's times divided by those of another build of its benchmark
 
 WORK is any of sft, rollout, ppo, full (default: all). Each run is a separate process on the cores of `--cores`. The sides alternate (querl,
 reference, querl, ...), so that other load on the machine affects both. The peak memory of a process is read from the kernel. Results are added
@@ -106,9 +107,9 @@ def data_of(work):
     return WORK / ("fivedoctors.json" if work in ("sft", "full") else "prompts.json")
 
 
-def ours(work, shape, dtype, cores, **more):
+def ours(work, shape, dtype, cores, bench=BENCH, **more):
     options = {"model": WORK / shape, "dtype": dtype, "data": data_of(work), **sizes(work, shape), **more}
-    return child([BENCH, work, *arguments({**options, "threads": len(cores)})], {}, cores)
+    return child([bench, work, *arguments({**options, "threads": len(cores)})], {}, cores)
 
 
 def theirs(work, shape, dtype, cores, setting, malloc, **more):
@@ -229,13 +230,27 @@ def curve(settings):
     sys.exit(worst > 1e-3)
 
 
+def builds(settings):
+    """Runs two builds of querl's benchmark alternately; prints the times of this one divided by those of the other."""
+    for work in settings.work:
+        runs = {BENCH: [], settings.than: []}
+        for _ in range(settings.rounds):
+            for bench, results in runs.items():
+                results.append(ours(work, settings.shape, settings.dtype, settings.cores, bench=bench))
+        this, other = ([(cost(work, run), processor_cost(work, run)) for run in results] for results in runs.values())
+        time, processor = (min(of[part] for of in this) / min(of[part] for of in other) for part in (0, 1))
+        print(f"{key(work, settings.shape, settings.dtype)}: {time:.2f} of the time of {settings.than} "
+              f"({processor:.2f} of the processor)", flush=True)  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["survey", "compare", "curve"])
+    parser.add_argument("command", choices=["survey", "compare", "curve", "builds"])
     parser.add_argument("work", nargs="*", default=[], help="sft, rollout, ppo, full")
     parser.add_argument("--shape", default="S")
     parser.add_argument("--dtype", default="f32", choices=["f32", "bf16"])
     parser.add_argument("--rounds", default=3, type=int)
+    parser.add_argument("--than", type=Path, default=BENCH, metavar="BENCH", help="for builds: the benchmark of another commit")
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it runs, not how fast")
     parser.add_argument("--cores", default="0,1", type=lambda text: [int(core) for core in text.split(",")])
     settings = parser.parse_args()
@@ -243,7 +258,7 @@ def main():
     if unknown:
         parser.error(f"{unknown[0]}: expected any of {', '.join(WORKS)}")
     settings.work = settings.work or list(WORKS)
-    {"survey": survey, "compare": compare, "curve": curve}[settings.command](settings)
+    {"survey": survey, "compare": compare, "curve": curve, "builds": builds}[settings.command](settings)
 
 
 if __name__ == "__main__":
