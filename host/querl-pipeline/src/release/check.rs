@@ -4,11 +4,12 @@ use crate::exchange::shell_word;
 use crate::failure::Stop;
 use crate::files::{unreadable, write_json};
 use crate::ledger::{Inputs, Ledger, StageName, rows_of};
-use crate::report::{evaluation_options, outdated_by};
+use crate::report::{evaluation_options, outdated_by, scores_count_words};
 use crate::serving::{IdentityReader, ModelIdentity, PROMPT_PLUGIN, ServedRun};
 use crate::stages::eval::add_decoding;
 use anyhow::Context;
 use chrono::{SecondsFormat, Utc};
+use querl_core::config::RetrievalConfig;
 use querl_core::dir_lock::DirLock;
 use querl_core::fsx;
 use querl_core::records::{DatasetRow, EvalRecord, Split};
@@ -107,6 +108,9 @@ pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyh
     let _lock = DirLock::take(run.dir.root())?;
     let mut identities = IdentityReader::default();
     let own = Evaluated::read(run, &mut identities)?;
+    if let Some(warning) = word_scores(&own.name, &own.records, &run.config.retrieval, options.metric)? {
+        tracing::warn!("{warning}");
+    }
     let other = match against {
         Against::Run(other) => Some(Evaluated::read(other, &mut identities)?),
         Against::Raw | Against::Teacher => None,
@@ -148,6 +152,30 @@ pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyh
     let path = run.dir.release().join(file);
     write_json(&path, &evidence)?;
     Ok(CheckedComparison { comparison, by_gold, names, evidence })
+}
+
+/// The warning that a metric by scores of hits counts shared words; `None` for other metrics and scores.
+///
+/// # Errors
+/// Queries have gold passages, which do tell right from wrong.
+fn word_scores(
+    name: &str,
+    records: &[EvalRecord],
+    retrieval: &RetrievalConfig,
+    metric: Metric,
+) -> anyhow::Result<Option<String>> {
+    if !matches!(metric, Metric::Top1Score | Metric::WinRate) || !scores_count_words(retrieval) {
+        return Ok(None);
+    }
+    let problem = format!(
+        "{name}: {} compares scores of hits, which without a reranker or lexicon count shared words and cannot tell right \
+         from wrong passages",
+        metric.name()
+    );
+    if records.iter().any(|record| !record.query.gold_ids.is_empty()) {
+        return Err(Stop::usage(format!("{problem}; the queries have gold ids: use --metric top1 or mrr")).into());
+    }
+    Ok(Some(format!("{problem}; add gold ids to the query table and use --metric top1 or mrr")))
 }
 
 fn evidence(model: &ModelIdentity, against: &StoredAgainst, comparison: &Comparison) -> anyhow::Result<Value> {
@@ -328,4 +356,32 @@ fn stored(dir: &RunDir) -> anyhow::Result<Vec<StoredEvidence>> {
         })
     };
     paths.iter().map(read).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_core::records::QueryRow;
+
+    /// Regression: a model of noise passed by scores that count the query's words.
+    #[test]
+    fn scores_that_count_words_decide_nothing_where_gold_passages_are_known() {
+        let retrieval = |text: &str| -> RetrievalConfig { serde_json::from_str(text).unwrap() };
+        let (words, lexicon) =
+            (retrieval(r#"{"kind": "embedded"}"#), retrieval(r#"{"kind": "embedded", "lexicon": "lexicon.json"}"#));
+        let with_gold = |gold_ids: &[&str]| {
+            let gold_ids = gold_ids.iter().map(|id| (*id).to_owned()).collect();
+            let query = QueryRow { gold_ids, ..QueryRow::default() };
+            [EvalRecord { system: "rl".into(), query, outcome: Ok(Default::default()) }]
+        };
+        for metric in [Metric::Top1Score, Metric::WinRate] {
+            let refused = word_scores("run", &with_gold(&["1"]), &words, metric).unwrap_err().to_string();
+            assert!(refused.contains(metric.name()) && refused.ends_with("use --metric top1 or mrr"), "{refused}");
+            let warning = word_scores("run", &with_gold(&[]), &words, metric).unwrap().unwrap();
+            assert!(warning.contains("count shared words"), "{warning}");
+            assert_eq!(word_scores("run", &with_gold(&["1"]), &lexicon, metric).unwrap(), None);
+        }
+        assert_eq!(word_scores("run", &with_gold(&["1"]), &words, Metric::Top1).unwrap(), None);
+    }
 }
