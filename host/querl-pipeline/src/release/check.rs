@@ -117,6 +117,11 @@ pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyh
     };
     if let Some(other) = &other {
         own.check_comparable(other, options.metric)?;
+        if own.identity == other.identity {
+            let problem =
+                format!("{} and {} are the same model, which has no difference to itself", own.name, other.name);
+            return Err(Stop::usage(format!("{problem}; name another run, or check against raw or teacher")).into());
+        }
     }
     let (second, system) = match (&other, against) {
         (Some(other), _) => (other, other.system),
@@ -283,8 +288,8 @@ fn is_of_scores(name: &str, metric: Metric) -> bool {
     }
 }
 
-/// The passed check of a model against the release that serves now, as JSON for the history; for `current` = `None`, against raw and
-/// teacher. If any check against the same system is lost, a check passed with another metric does not count.
+/// The passed check of a model against the release that serves now, as JSON for the history; against raw or teacher if there is none, or
+/// if it was an earlier model of the same folder, which is gone. If any check against the same system is lost, a check passed with another metric does not count.
 ///
 /// # Errors
 /// No check of exactly these models has passed, or one is lost; the message names the command that checks.
@@ -294,17 +299,20 @@ pub(super) fn passed_check(
     current: Option<(&Path, &ModelIdentity)>,
 ) -> anyhow::Result<Value> {
     let run = dir.root().display();
+    let real = |path: &Path| path.canonicalize().ok();
+    let is_retrained = current.is_some_and(|(folder, _)| real(folder).is_some_and(|of| real(dir.root()) == Some(of)));
     let is_against = |evidence: &StoredEvidence| match (current, &evidence.against.identity) {
         (Some((_, current)), Some(against)) => current == against,
-        (None, None) => true,
-        _ => false,
+        (_, None) => current.is_none() || is_retrained,
+        (None, Some(_)) => false,
     };
     let about = stored(dir)?.into_iter().filter(|evidence| is_against(evidence));
     let (fitting, outdated): (Vec<_>, Vec<_>) = about.partition(|evidence| evidence.model == *model);
     let is_lost = |evidence: &StoredEvidence| evidence.lost_metric().is_some();
-    // For a first release, raw and teacher are checked separately: a model may lose to its teacher.
-    let is_same =
-        |one: &StoredEvidence, other: &StoredEvidence| current.is_some() || one.against.name == other.against.name;
+    // Raw and teacher are checked separately: a model may lose to its teacher.
+    let is_same = |lost: &StoredEvidence, passed: &StoredEvidence| {
+        lost.against.identity.is_some() || lost.against.name == passed.against.name
+    };
     let is_passed = |evidence: &StoredEvidence| {
         let is_contradicted = || fitting.iter().any(|other| is_lost(other) && is_same(other, evidence));
         evidence.verdict == ComparisonVerdict::Passed && !is_contradicted()
@@ -325,7 +333,8 @@ pub(super) fn passed_check(
         let remedy = "check it again after a further training, or give a reason by --without_check";
         return Err(Stop::usage(format!("{run}: {problem}; {remedy}")).into());
     }
-    let against = current.map_or("raw".to_owned(), |(folder, _)| folder.display().to_string());
+    let against =
+        current.filter(|_| !is_retrained).map_or("raw".to_owned(), |(folder, _)| folder.display().to_string());
     let problem = match (fitting.last(), outdated.is_empty()) {
         (Some(StoredEvidence { metric, .. }), _) => {
             format!("its check against {against} could not exclude a loss of {}", metric.name())
@@ -333,7 +342,12 @@ pub(super) fn passed_check(
         (None, false) => format!("it was checked against {against} with other digests, before its files changed"),
         (None, true) => format!(
             "it was not checked against {against}, which is {}",
-            if current.is_some() { "what serves now" } else { "needed first" }
+            match current {
+                Some(_) if is_retrained =>
+                    "needed where the released model was trained in the same folder and is replaced",
+                Some(_) => "what serves now",
+                None => "needed first",
+            }
         ),
     };
     let remedy = format!("run `querl release check {run} --against {against}`, or give a reason by --without_check");
