@@ -88,6 +88,22 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     let again = release(&project, &["promote", "run"]).ok();
     assert!(again.stdout.contains("is that already"), "{again:#?}");
 
+    // Symptom: a check of a run against itself passed.
+    let itself = project.refusal(&["release", "check", "run", "--against", "./run"], 2);
+    assert!(itself.contains("are the same model"), "{itself}");
+    // Symptom: after a further training in the folder that serves, the message named this check as the remedy.
+    let history = project.read("releases/history.jsonl");
+    let mut earlier: Value = serde_json::from_str(history.trim_end()).unwrap();
+    earlier["version"] = json!("earlier");
+    project.write("releases/history.jsonl", &format!("{earlier}\n"));
+    release(&project, &["promote", "run"]).ok();
+    let checks = project.path("run/release");
+    std::fs::rename(&checks, project.path("checks")).unwrap();
+    project.write("releases/history.jsonl", &format!("{earlier}\n"));
+    release(&project, &["promote", "run"]).refused("run `querl release check run --against raw`");
+    std::fs::rename(project.path("checks"), &checks).unwrap();
+    project.write("releases/history.jsonl", &history);
+
     // The second run must be checked against the first. Runs with equal settings and splits are comparable, others are not.
     release(&project, &["promote", "second"]).refused("second: it was not checked against run");
     let different = project.refusal(&["release", "check", "shallow", "--against", "run"], 2);

@@ -4,11 +4,12 @@ use crate::exchange::shell_word;
 use crate::failure::Stop;
 use crate::files::{unreadable, write_json};
 use crate::ledger::{Inputs, Ledger, StageName, rows_of};
-use crate::report::{evaluation_options, outdated_by};
+use crate::report::{evaluation_options, outdated_by, scores_count_words};
 use crate::serving::{IdentityReader, ModelIdentity, PROMPT_PLUGIN, ServedRun};
 use crate::stages::eval::add_decoding;
 use anyhow::Context;
 use chrono::{SecondsFormat, Utc};
+use querl_core::config::RetrievalConfig;
 use querl_core::dir_lock::DirLock;
 use querl_core::fsx;
 use querl_core::records::{DatasetRow, EvalRecord, Split};
@@ -107,12 +108,20 @@ pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyh
     let _lock = DirLock::take(run.dir.root())?;
     let mut identities = IdentityReader::default();
     let own = Evaluated::read(run, &mut identities)?;
+    if let Some(warning) = word_scores(&own.name, &own.records, &run.config.retrieval, options.metric)? {
+        tracing::warn!("{warning}");
+    }
     let other = match against {
         Against::Run(other) => Some(Evaluated::read(other, &mut identities)?),
         Against::Raw | Against::Teacher => None,
     };
     if let Some(other) = &other {
         own.check_comparable(other, options.metric)?;
+        if own.identity == other.identity {
+            let problem =
+                format!("{} and {} are the same model, which has no difference to itself", own.name, other.name);
+            return Err(Stop::usage(format!("{problem}; name another run, or check against raw or teacher")).into());
+        }
     }
     let (second, system) = match (&other, against) {
         (Some(other), _) => (other, other.system),
@@ -148,6 +157,30 @@ pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyh
     let path = run.dir.release().join(file);
     write_json(&path, &evidence)?;
     Ok(CheckedComparison { comparison, by_gold, names, evidence })
+}
+
+/// The warning that a metric by scores of hits counts shared words; `None` for other metrics and scores.
+///
+/// # Errors
+/// Queries have gold passages, which do tell right from wrong.
+fn word_scores(
+    name: &str,
+    records: &[EvalRecord],
+    retrieval: &RetrievalConfig,
+    metric: Metric,
+) -> anyhow::Result<Option<String>> {
+    if !matches!(metric, Metric::Top1Score | Metric::WinRate) || !scores_count_words(retrieval) {
+        return Ok(None);
+    }
+    let problem = format!(
+        "{name}: {} compares scores of hits, which without a reranker or lexicon count shared words and cannot tell right \
+         from wrong passages",
+        metric.name()
+    );
+    if records.iter().any(|record| !record.query.gold_ids.is_empty()) {
+        return Err(Stop::usage(format!("{problem}; the queries have gold ids: use --metric top1 or mrr")).into());
+    }
+    Ok(Some(format!("{problem}; add gold ids to the query table and use --metric top1 or mrr")))
 }
 
 fn evidence(model: &ModelIdentity, against: &StoredAgainst, comparison: &Comparison) -> anyhow::Result<Value> {
@@ -255,8 +288,8 @@ fn is_of_scores(name: &str, metric: Metric) -> bool {
     }
 }
 
-/// The passed check of a model against the release that serves now, as JSON for the history; for `current` = `None`, against raw and
-/// teacher. If any check against the same system is lost, a check passed with another metric does not count.
+/// The passed check of a model against the release that serves now, as JSON for the history; against raw or teacher if there is none, or
+/// if it was an earlier model of the same folder, which is gone. If any check against the same system is lost, a check passed with another metric does not count.
 ///
 /// # Errors
 /// No check of exactly these models has passed, or one is lost; the message names the command that checks.
@@ -266,17 +299,20 @@ pub(super) fn passed_check(
     current: Option<(&Path, &ModelIdentity)>,
 ) -> anyhow::Result<Value> {
     let run = dir.root().display();
+    let real = |path: &Path| path.canonicalize().ok();
+    let is_retrained = current.is_some_and(|(folder, _)| real(folder).is_some_and(|of| real(dir.root()) == Some(of)));
     let is_against = |evidence: &StoredEvidence| match (current, &evidence.against.identity) {
         (Some((_, current)), Some(against)) => current == against,
-        (None, None) => true,
-        _ => false,
+        (_, None) => current.is_none() || is_retrained,
+        (None, Some(_)) => false,
     };
     let about = stored(dir)?.into_iter().filter(|evidence| is_against(evidence));
     let (fitting, outdated): (Vec<_>, Vec<_>) = about.partition(|evidence| evidence.model == *model);
     let is_lost = |evidence: &StoredEvidence| evidence.lost_metric().is_some();
-    // For a first release, raw and teacher are checked separately: a model may lose to its teacher.
-    let is_same =
-        |one: &StoredEvidence, other: &StoredEvidence| current.is_some() || one.against.name == other.against.name;
+    // Raw and teacher are checked separately: a model may lose to its teacher.
+    let is_same = |lost: &StoredEvidence, passed: &StoredEvidence| {
+        lost.against.identity.is_some() || lost.against.name == passed.against.name
+    };
     let is_passed = |evidence: &StoredEvidence| {
         let is_contradicted = || fitting.iter().any(|other| is_lost(other) && is_same(other, evidence));
         evidence.verdict == ComparisonVerdict::Passed && !is_contradicted()
@@ -297,7 +333,8 @@ pub(super) fn passed_check(
         let remedy = "check it again after a further training, or give a reason by --without_check";
         return Err(Stop::usage(format!("{run}: {problem}; {remedy}")).into());
     }
-    let against = current.map_or("raw".to_owned(), |(folder, _)| folder.display().to_string());
+    let against =
+        current.filter(|_| !is_retrained).map_or("raw".to_owned(), |(folder, _)| folder.display().to_string());
     let problem = match (fitting.last(), outdated.is_empty()) {
         (Some(StoredEvidence { metric, .. }), _) => {
             format!("its check against {against} could not exclude a loss of {}", metric.name())
@@ -305,7 +342,12 @@ pub(super) fn passed_check(
         (None, false) => format!("it was checked against {against} with other digests, before its files changed"),
         (None, true) => format!(
             "it was not checked against {against}, which is {}",
-            if current.is_some() { "what serves now" } else { "needed first" }
+            match current {
+                Some(_) if is_retrained =>
+                    "needed where the released model was trained in the same folder and is replaced",
+                Some(_) => "what serves now",
+                None => "needed first",
+            }
         ),
     };
     let remedy = format!("run `querl release check {run} --against {against}`, or give a reason by --without_check");
@@ -328,4 +370,32 @@ fn stored(dir: &RunDir) -> anyhow::Result<Vec<StoredEvidence>> {
         })
     };
     paths.iter().map(read).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_core::records::QueryRow;
+
+    /// Regression: a model of noise passed by scores that count the query's words.
+    #[test]
+    fn scores_that_count_words_decide_nothing_where_gold_passages_are_known() {
+        let retrieval = |text: &str| -> RetrievalConfig { serde_json::from_str(text).unwrap() };
+        let (words, lexicon) =
+            (retrieval(r#"{"kind": "embedded"}"#), retrieval(r#"{"kind": "embedded", "lexicon": "lexicon.json"}"#));
+        let with_gold = |gold_ids: &[&str]| {
+            let gold_ids = gold_ids.iter().map(|id| (*id).to_owned()).collect();
+            let query = QueryRow { gold_ids, ..QueryRow::default() };
+            [EvalRecord { system: "rl".into(), query, outcome: Ok(Default::default()) }]
+        };
+        for metric in [Metric::Top1Score, Metric::WinRate] {
+            let refused = word_scores("run", &with_gold(&["1"]), &words, metric).unwrap_err().to_string();
+            assert!(refused.contains(metric.name()) && refused.ends_with("use --metric top1 or mrr"), "{refused}");
+            let warning = word_scores("run", &with_gold(&[]), &words, metric).unwrap().unwrap();
+            assert!(warning.contains("count shared words"), "{warning}");
+            assert_eq!(word_scores("run", &with_gold(&["1"]), &lexicon, metric).unwrap(), None);
+        }
+        assert_eq!(word_scores("run", &with_gold(&["1"]), &words, Metric::Top1).unwrap(), None);
+    }
 }
