@@ -6,7 +6,7 @@ use crate::client::response_cache::{CacheTable, ServiceCache};
 use crate::dataset::records::{IndexedLines, Rows};
 use crate::error::DataError;
 use crate::first_row::FirstRow;
-use crate::table::{find_column, open_table, query_id, value_text};
+use crate::table::{Table, find_column, open_table, query_id, value_text};
 use crate::text::{hash_of, with_width};
 use async_trait::async_trait;
 use querl_core::config::{Config, DataConfig, EndpointConfig, TeacherConfig, TeacherKind, TextWidth};
@@ -151,20 +151,21 @@ impl Keys {
     }
 
     /// The columns of a table that have query, profile and history.
-    fn columns(&mut self, header: &[String]) -> [Option<usize>; 3] {
-        let find = |names: &[String; 2]| names.iter().find_map(|name| find_column(header, name).ok().flatten());
-        let found = [0, 1, 2].map(|index| find(&self.names[index]));
+    fn columns(&mut self, table: &Table) -> Result<[Option<usize>; 3], DataError> {
+        let find = |names: &[String; 2]| names.iter().find_map(|name| find_column(table, name).transpose()).transpose();
+        let [query, profile, history] = self.names.each_ref().map(find);
+        let found = [query?, profile?, history?];
         self.seen = found.map(|column| column.is_some());
         let is_unread = |(index, name): &(usize, &String)| {
             !name.is_empty()
-                && *name != REWRITE
+                && name.trim() != REWRITE
                 && !found.contains(&Some(*index))
                 && !self.names.as_flattened().contains(name)
                 && !self.unneeded.contains(name)
         };
-        let unread = header.iter().enumerate().filter(is_unread).take(MAX_UNREAD);
+        let unread = table.header.iter().enumerate().filter(is_unread).take(MAX_UNREAD);
         self.unread = unread.map(|(_, name)| name.clone()).collect();
-        found
+        Ok(found)
     }
 
     /// The id of the query, profile and history of a line, normalised as in the query table, and the query.
@@ -284,8 +285,8 @@ impl RecordedTeacher {
 /// The rewrites of a table, whose cells are normalised as in the query table. Rows without a rewrite are skipped.
 fn table_rewrites(path: &Path, keys: &mut Keys) -> Result<HashMap<String, String>, DataError> {
     let table = open_table(path)?;
-    let [query, profile, history] = keys.columns(&table.header);
-    let rewrite = table.header.iter().position(|column| column == REWRITE);
+    let [query, profile, history] = keys.columns(&table)?;
+    let rewrite = find_column(&table, REWRITE)?;
     let (Some(query), Some(rewrite)) = (query, rewrite) else {
         let found: Vec<&str> =
             table.header.iter().map(String::as_str).filter(|name| !name.is_empty()).take(MAX_UNREAD).collect();
@@ -513,6 +514,13 @@ mod tests {
         let other = error("问题,改写\n贵吗,价格\n");
         let expected = "queries.csv: has the columns 问题, 改写; expected a table with `问题` or `original_query` and `rewritten_query`";
         assert!(other.contains(expected), "{other}");
+        // Symptom: the first of two columns of one name was read.
+        for (header, name) in [("问题,rewritten_query,rewritten_query", REWRITE), ("rewritten_query,问题,问题", "问题")]
+        {
+            let repeated = error(&format!("{header}\n甲,乙,丙\n"));
+            let expected = format!("columns 2 and 3 are both called `{name}`; rename one of them");
+            assert!(repeated.ends_with(&expected), "{repeated}");
+        }
     }
 
     /// Regression: the key `history` was ignored, so that rows of one query conflicted or were missing.

@@ -245,8 +245,8 @@ const LOOKS: [&[&str]; 3] =
 #[test]
 fn unusable_tables_and_knowledge_bases_show_before_the_run() {
     let project = Project::new();
-    let expected =
-        "retrieval.knowledge_base is a file of JSON lines, .csv, .tsv, .xlsx or .parquet, with id, title and text";
+    let expected = "retrieval.knowledge_base is a file of JSON lines, .csv, .tsv, .xlsx or .parquet, with id, text \
+                    and optionally title";
     for (text, problem) in [
         ("id,text\np1,a\n", ":1: not JSON (expected value at byte 1); "),
         (
@@ -256,7 +256,7 @@ fn unusable_tables_and_knowledge_bases_show_before_the_run() {
         ("[{\"id\": \"p1\", \"text\": \"a\"}]\n", ":1: not a JSON object with keys; "),
         ("{\"id\": \"p1\", \"body\": \"a\"}\n", ":1: has the keys body, id; "),
         ("{\"title\": \"p1\", \"text\": \"a\"}\n", ":1: has the keys text, title; "),
-        ("\n", ": holds no passage; fill it, "),
+        ("\n", ": holds no passage; fill it: "),
     ] {
         project.write("kb.jsonl", text);
         for command in LOOKS {

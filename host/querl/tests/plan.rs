@@ -169,9 +169,9 @@ fn a_run_begins_with_a_summary_of_the_plan() {
     let summary: Vec<&str> = before.lines().filter(|line| line.contains(" plan: ")).collect();
     assert!((3..=4).contains(&summary.len()), "{first:#?}");
     // Symptom: advice that a gain is less likely had the level INFO and the mark `!`.
-    assert!(summary[0].contains("WARN plan: data: 40 queries of "), "{first:#?}");
+    assert!(summary[0].contains("WARN plan: data (weak): 40 queries of "), "{first:#?}");
     let [.., test, last] = summary[..] else { panic!("{first:#?}") };
-    assert!(test.contains("WARN plan: test: standard error"), "{first:#?}");
+    assert!(test.contains("WARN plan: test (weak): standard error"), "{first:#?}");
     assert!(last.contains("INFO plan: `querl plan querl.toml` says what to do"), "{first:#?}");
     // Symptom: the advice was logged again at each resume.
     let again = project.querl(&["run", "querl.toml", "--to", "validate"]).ok();

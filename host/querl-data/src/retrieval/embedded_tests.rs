@@ -621,11 +621,22 @@ fn a_knowledge_base_may_be_a_table() {
         error.ends_with("kb.csv:3: the id `a` occurs twice, first in line 2; give each passage its own"),
         "{error}"
     );
-    std::fs::write(&path, "nr,text\na,x\n").unwrap();
-    let expected = "kb.csv: has the columns nr, text; retrieval.knowledge_base is a file of JSON lines, .csv, .tsv, .xlsx or .parquet, \
-                    with id, title and text";
-    let error = read(&path).unwrap_err();
-    assert!(error.ends_with(expected), "{error}");
+    let expected = "kb.csv: has no column `id`; it has the columns `nr`, `text`; retrieval.knowledge_base is a file of JSON lines, \
+                    .csv, .tsv, .xlsx or .parquet, with id, text and optionally title";
+    let separated = "kb.csv: has no column `id` and no column `text`; it has the columns `id;text`; save it with `,` instead of `;` \
+                     between cells, or with tabs as .tsv";
+    // Symptom of the repeated names: the first column was read.
+    for (table, expected) in [
+        ("nr,text\na,x\n", expected),
+        ("id;text\na;x\n", separated),
+        ("passages\nid,text\na,x\n", "; row 2 looks like the header: delete the rows above it"),
+        ("id,text,text\na,x,y\n", "kb.csv: columns 2 and 3 are both called `text`; rename one of them"),
+        ("id,id,text\na,b,x\n", "kb.csv: columns 1 and 2 are both called `id`; rename one of them"),
+    ] {
+        std::fs::write(&path, table).unwrap();
+        let error = read(&path).unwrap_err();
+        assert!(error.ends_with(expected), "{error}");
+    }
     // By its name a file of JSON lines.
     let other = folder.path().join("kb.txt");
     std::fs::write(&other, "id,text\na,x\n").unwrap();

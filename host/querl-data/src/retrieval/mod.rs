@@ -25,7 +25,7 @@ pub use vocabulary::WordSegmenter;
 
 use crate::error::DataError;
 use crate::first_row::FirstRow;
-use crate::table::{find_column, open_table, warn_of_guess};
+use crate::table::{column_names, find_column, header_remedy, open_table, warn_of_guess};
 use crate::text::separates_ids;
 use async_trait::async_trait;
 use querl_core::config::{RerankKind, RetrievalConfig};
@@ -146,8 +146,8 @@ pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
 }
 
 /// Description of a knowledge base, for error messages.
-const KNOWLEDGE_BASE: &str =
-    "retrieval.knowledge_base is a file of JSON lines, .csv, .tsv, .xlsx or .parquet, with id, title and text";
+const KNOWLEDGE_BASE: &str = "retrieval.knowledge_base is a file of JSON lines, .csv, .tsv, .xlsx or .parquet, with id, text \
+                              and optionally title";
 
 /// Like [`read_passages`], but passes one passage at a time to `take`. Returns the line number of each id.
 pub(crate) fn scan_passages(path: &Path, mut take: impl FnMut(Passage)) -> Result<HashMap<String, usize>, DataError> {
@@ -179,7 +179,7 @@ pub(crate) fn scan_passages(path: &Path, mut take: impl FnMut(Passage)) -> Resul
         take(passage);
     }
     if ids.is_empty() {
-        return Err(DataError::file(path, format!("holds no passage; fill it, {KNOWLEDGE_BASE}")));
+        return Err(DataError::file(path, format!("holds no passage; fill it: {KNOWLEDGE_BASE}")));
     }
     Ok(ids)
 }
@@ -201,10 +201,14 @@ fn passages(path: &Path) -> Result<Passages<'_>, DataError> {
 /// Rows without an id, a title and a text are skipped.
 fn passages_of_table(path: &Path) -> Result<Passages<'_>, DataError> {
     let table = open_table(path)?;
-    let column = |name: &str| find_column(&table.header, name).ok().flatten();
-    let (Some(id), title, Some(text)) = (column("id"), column("title"), column("text")) else {
-        let found = format!("has the columns {}", table.header.join(", "));
-        return Err(DataError::file(path, format!("{found}; {KNOWLEDGE_BASE}")));
+    let [id, title, text] = ["id", "title", "text"].map(|name| find_column(&table, name));
+    let (id, title, text) = (id?, title?, text?);
+    let (Some(id), Some(text)) = (id, text) else {
+        let columns = [("id", id), ("text", text)].into_iter();
+        let missing: Vec<&str> = columns.filter(|(_, column)| column.is_none()).map(|(name, _)| name).collect();
+        let remedy = header_remedy(&table, &missing).unwrap_or_else(|| KNOWLEDGE_BASE.to_owned());
+        let (missing, found) = (missing.join("` and no column `"), column_names(&table));
+        return Err(DataError::file(path, format!("has no column `{missing}`; it has the columns {found}; {remedy}")));
     };
     let encoding = table.encoding;
     let used: Vec<usize> = [Some(id), title, Some(text)].into_iter().flatten().collect();

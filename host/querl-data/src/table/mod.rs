@@ -13,13 +13,13 @@ mod xlsx;
 pub use columns::ColumnReader;
 pub(crate) use dataset::{DatasetFiles, DatasetReader};
 pub(crate) use encoding::{MAX_VOCABULARY_BYTES, read_text, warn_of_guess};
-pub(crate) use formats::{MAX_ROWS, is_chat, open_table, value_text};
+pub(crate) use formats::{MAX_ROWS, Table, is_chat, open_table, value_text};
 
 use crate::dataset::records::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;
 use crate::text::{hash_of, normalise, separates_ids, with_width};
 use encoding::{SHOWN_BYTES, TextEncoding};
-use formats::{CHAT, CHAT_REMEDY, MAX_LISTED, Table, TableRows};
+use formats::{CHAT, CHAT_REMEDY, MAX_LISTED, TableRows};
 use querl_core::config::{DataConfig, TextWidth};
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
@@ -435,16 +435,9 @@ struct QueryColumns {
 
 impl QueryColumns {
     fn find(table: &Table, config: &DataConfig) -> Result<Self, DataError> {
-        let find = |name: &str| {
-            find_column(&table.header, name).map_err(|[first, second]| {
-                let (first, second) = (first + 1, second + 1);
-                let problem = format!("columns {first} and {second} are both called `{name}`, apart from white space");
-                DataError::file(table.path(), format!("{problem}; rename one of them"))
-            })
-        };
         let position = |name: &str| -> Result<Option<usize>, DataError> {
-            match (find(name)?, DataConfig::other_name(name)) {
-                (None, Some(other)) => find(other),
+            match (find_column(table, name)?, DataConfig::other_name(name)) {
+                (None, Some(other)) => find_column(table, other),
                 (found, _) => Ok(found),
             }
         };
@@ -466,9 +459,6 @@ impl QueryColumns {
         };
         let profile = optional(&config.profile_column, "profile_column")?;
         let history = optional(&config.history_column, "history_column")?;
-        for column in [Some(query), profile, history, gold, group].into_iter().flatten() {
-            check_unique(table, column)?;
-        }
         let (query_name, width) = (table.header[query].clone(), config.width);
         let history_name = history.map(|history| table.header[history].clone());
         Ok(Self { query, query_name, profile, history, history_name, gold, group, width })
@@ -506,16 +496,22 @@ pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> Strin
 }
 
 /// Position of the column called `name`; if there is none, of the one whose name differs in white space alone, as a header cell with a line
-/// break does. The error has the positions of two such columns.
-pub(crate) fn find_column(header: &[String], name: &str) -> Result<Option<usize>, [usize; 2]> {
-    if let Some(equal) = header.iter().position(|column| column == name) {
-        return Ok(Some(equal));
+/// break does.
+///
+/// # Errors
+/// There are two such columns.
+pub(crate) fn find_column(table: &Table, name: &str) -> Result<Option<usize>, DataError> {
+    if let Some(equal) = table.header.iter().position(|column| column == name) {
+        return check_unique(table, equal).map(|()| Some(equal));
     }
     let is_alike = |column: &str| column.split_whitespace().eq(name.split_whitespace());
-    let mut alike = header.iter().enumerate().filter(|(_, column)| is_alike(column)).map(|(index, _)| index);
+    let mut alike = (1..).zip(&table.header).filter(|(_, column)| is_alike(column)).map(|(number, _)| number);
     match (alike.next(), alike.next()) {
-        (Some(first), Some(second)) => Err([first, second]),
-        (found, _) => Ok(found),
+        (Some(first), Some(second)) => {
+            let problem = format!("columns {first} and {second} are both called `{name}`, apart from white space");
+            Err(DataError::file(table.path(), format!("{problem}; rename one of them")))
+        }
+        (found, _) => Ok(found.map(|number: usize| number - 1)),
     }
 }
 
@@ -527,10 +523,15 @@ fn check_unique(table: &Table, column: usize) -> Result<(), DataError> {
     Err(DataError::file(table.path(), problem))
 }
 
-fn missing_column(table: &Table, name: &str, key: &str) -> DataError {
+/// The names of the columns, for messages.
+pub(crate) fn column_names(table: &Table) -> String {
     let names: Vec<String> =
         table.header.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect();
-    let found = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+fn missing_column(table: &Table, name: &str, key: &str) -> DataError {
+    let found = column_names(table);
     let other = DataConfig::other_name(name).map(|other| format!(" or `{other}`")).unwrap_or_default();
     let sheet = table.sheet.as_ref().map(|sheet| format!("{sheet}: ")).unwrap_or_default();
     // A wrong encoding garbles the header.
@@ -539,16 +540,20 @@ fn missing_column(table: &Table, name: &str, key: &str) -> DataError {
     let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded_as}");
     let names: Vec<&str> = [name].into_iter().chain(DataConfig::other_name(name)).collect();
     // Another key may name a column that is a cell of the data.
-    let header = if key == "query_column" { table.header_below(&names) } else { None };
-    let remedy = match (header, separator(table)) {
-        (Some(row), _) => format!("row {row} looks like the header: delete the rows above it"),
-        (None, Some(separator)) => {
-            format!("save it with `,` instead of `{separator}` between cells, or with tabs as .tsv")
-        }
-        (None, None) if decoded.is_some() => format!("name one of these in data.{key}, or save the file as UTF-8"),
-        (None, None) => format!("name one of these in data.{key}"),
+    let remedy = match header_remedy(table, if key == "query_column" { &names } else { &[] }) {
+        Some(remedy) => remedy,
+        None if decoded.is_some() => format!("name one of these in data.{key}, or save the file as UTF-8"),
+        None => format!("name one of these in data.{key}"),
     };
     DataError::file(table.path(), format!("{sheet}{problem}; {remedy}"))
+}
+
+/// What to correct in a table whose header is below the first row, where one of `names` is a cell, or has another separator.
+pub(crate) fn header_remedy(table: &Table, names: &[&str]) -> Option<String> {
+    let row = if names.is_empty() { None } else { table.header_below(names) };
+    let below = row.map(|row| format!("row {row} looks like the header: delete the rows above it"));
+    let saved = |with: &str| format!("save it with `,` instead of `{with}` between cells, or with tabs as .tsv");
+    below.or_else(|| separator(table).map(saved))
 }
 
 /// The separator of a header that is a single cell because the file extension implies another separator.

@@ -277,7 +277,8 @@ pub fn log_summary(config: &Config, path: &Path) {
         match level {
             Level::Ok => {}
             Level::Unknown => tracing::info!("plan: {topic}: {finding}"),
-            Level::Weak | Level::Bad => tracing::warn!("plan: {topic}: {finding}"),
+            Level::Weak => tracing::warn!("plan: {topic} (weak): {finding}"),
+            Level::Bad => tracing::warn!("plan: {topic} (bad): {finding}"),
         }
     }
     if advice.iter().any(|one| one.level >= Level::Weak) {
