@@ -251,7 +251,7 @@ fn few_steps_are_not_audited() {
 #[test]
 fn only_rewards_above_the_teachers_with_low_quality_are_suspicious() {
     // Relative to the teacher: a used hole gains, half of the others tie.
-    let relative = |draw: &Draw| match (is_used(draw), draw.query % 2 == 0) {
+    let relative = |draw: &Draw| match (is_used(draw), draw.query.is_multiple_of(2)) {
         (true, _) => (format!("{} certified", draw.plain), 0.5),
         (false, true) => (draw.plain.clone(), 0.0),
         (false, false) => (draw.plain.clone(), -0.5),

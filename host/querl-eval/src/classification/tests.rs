@@ -137,8 +137,11 @@ fn the_baseline_is_scikit_learns_tf_idf_and_logistic_regression_of_three_classes
     }
 }
 
+/// Classes, labels, groups and probabilities.
+type Parts = (Vec<String>, Vec<usize>, Vec<&'static str>, Vec<Vec<f64>>);
+
 /// Twelve examples of three classes in groups of two, nine of them classified correctly.
-fn small() -> (Vec<String>, Vec<usize>, Vec<&'static str>, Vec<Vec<f64>>) {
+fn small() -> Parts {
     let classes = ["售前", "售后", "诚实"].map(String::from).to_vec();
     let labels: Vec<usize> = (0..12).map(|index| index % 3).collect();
     let groups = (0..12).map(|index| ["g0", "g1", "g2", "g3", "g4", "g5"][index / 2]).collect();
