@@ -289,7 +289,8 @@ fn is_of_scores(name: &str, metric: Metric) -> bool {
 }
 
 /// The passed check of a model against the release that serves now, as JSON for the history; against raw or teacher if there is none, or
-/// if it was an earlier model of the same folder, which is gone. If any check against the same system is lost, a check passed with another metric does not count.
+/// if it was an earlier model of the same folder, which is gone. If any check against the same system is lost, a check passed with another
+/// metric does not count.
 ///
 /// # Errors
 /// No check of exactly these models has passed, or one is lost; the message names the command that checks.
