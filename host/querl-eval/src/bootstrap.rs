@@ -23,6 +23,28 @@ pub struct Interval {
     pub high: f64,
 }
 
+/// 97.5% quantiles of Student's t distribution for 1 to 18 degrees of freedom (`scipy.stats.t.ppf(0.975, df)`).
+const T_QUANTILES: [f64; 18] = [
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101,
+];
+/// 97.5% quantile of the standard normal distribution.
+pub(crate) const Z_QUANTILE: f64 = 1.96;
+
+/// 97.5% quantile of Student's t distribution of the mean of `n` values, for 2 to 19; `None` for other `n`.
+pub(crate) fn t_quantile(n: usize) -> Option<f64> {
+    n.checked_sub(2).and_then(|index| T_QUANTILES.get(index)).copied()
+}
+
+/// Student's t interval of the mean of independent values, 95%; `None` for fewer than two.
+pub(crate) fn t_interval(values: &[f64]) -> Option<[f64; 2]> {
+    let n = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / n;
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    let half = t_quantile(values.len()).unwrap_or(Z_QUANTILE) * (squares / (n - 1.0) / n).sqrt();
+    (values.len() > 1).then_some([mean - half, mean + half])
+}
+
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bootstrap {
     pub(crate) seed: u64,
@@ -109,6 +131,14 @@ mod tests {
 
     fn interval(values: &[(String, f64)], bootstrap: Bootstrap) -> Interval {
         bootstrap.interval(values.iter().map(|(group, value)| (group.as_str(), *value))).unwrap()
+    }
+
+    /// scipy: `stats.t.interval(0.95, 3, loc=np.mean(v), scale=stats.sem(v))` of these four values.
+    #[test]
+    fn an_interval_over_runs_is_that_of_student() {
+        let [low, high] = t_interval(&[-0.216, 0.0, -0.079, -0.036]).unwrap();
+        assert!((low + 0.23315).abs() < 1e-4 && (high - 0.06765).abs() < 1e-4, "{low} {high}");
+        assert_eq!((t_interval(&[0.5]), t_interval(&[0.5, 0.5])), (None, Some([0.5, 0.5])));
     }
 
     #[test]

@@ -1,12 +1,13 @@
 //! Paired comparison of two systems on queries that are held out in both runs, as evidence for a release (non-inferiority test).
 
-use crate::bootstrap::{Bootstrap, Interval};
+use crate::bootstrap::{Bootstrap, Interval, Z_QUANTILE, t_quantile};
 use crate::error::EvalError;
 use crate::evaluation::FEW_GROUPS;
 use crate::metric::{Metric, answer, failure_code, hits, is_left_out};
 use crate::table::blocks;
 use crate::text::printable;
 use querl_core::records::{EvalRecord, Judgement, SystemAnswer};
+use querl_core::text::plural;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -166,9 +167,10 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
         .collect();
     let n_not_applicable = both.len() - pairs.len();
     if pairs.is_empty() {
-        let names = Metric::COMPARED.map(Metric::name).join(", ");
+        let has_values = |other: &Metric| both.iter().flatten().any(|record| other.value(record).is_some());
+        let names: Vec<&str> = Metric::COMPARED.into_iter().filter(has_values).map(Metric::name).collect();
         let problem = format!("{} applies to none of {} queries", metric.name(), both.len());
-        return Err(EvalError::Comparison(format!("{problem}; choose another of {names}")));
+        return Err(EvalError::Comparison(format!("{problem}; choose one of {}", names.join(", "))));
     }
     let groups = group_names(&pairs);
     let by_group = by_group(&pairs, &groups);
@@ -177,9 +179,9 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
     let drawn = bootstrap.interval(differences).ok_or(EvalError::NoResamples)?;
     let standard_error = standard_error(&by_group, drawn.mean);
     let unseen = UnseenGroups::new(&by_group, range(metric, &pairs));
-    let n_equal_rewrites = pairs.iter().filter(|pair| has_equal_rewrites(pair.records)).count();
-    let is_same = n_equal_rewrites == pairs.len()
-        && pairs.iter().all(|pair| (pair.values[0] - pair.values[1]).abs() <= TOLERANCE);
+    let n_equal_rewrites = both.iter().filter(|records| has_equal_rewrites(**records)).count();
+    let is_same =
+        n_equal_rewrites == both.len() && pairs.iter().all(|pair| (pair.values[0] - pair.values[1]).abs() <= TOLERANCE);
     let difference = match is_same {
         true => drawn,
         false => unseen.widened(widened(drawn, standard_error, by_group.len(), metric), by_group.len()),
@@ -366,17 +368,9 @@ fn standard_error(groups: &[GroupDifference], mean: f64) -> f64 {
     (squares * n_groups / (n_groups - 1.0).max(1.0)).sqrt() / n
 }
 
-/// 97.5% quantiles of Student's t distribution for 1 to 18 degrees of freedom (`scipy.stats.t.ppf(0.975, df)`).
-const T_QUANTILES: [f64; 18] = [
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101,
-];
-/// 97.5% quantile of the standard normal distribution.
-const Z_QUANTILE: f64 = 1.96;
-
 /// Widens a percentile interval to contain Student's t interval, because percentile intervals of few groups are too narrow.
 fn widened(drawn: Interval, standard_error: f64, n_groups: usize, metric: Metric) -> Interval {
-    let Some(t) = n_groups.checked_sub(2).and_then(|index| T_QUANTILES.get(index)) else { return drawn };
+    let Some(t) = t_quantile(n_groups) else { return drawn };
     let (half, bound) = (t * standard_error, scale(metric).unwrap_or(f64::INFINITY));
     Interval {
         low: drawn.low.min(drawn.mean - half).max(-bound),
@@ -544,14 +538,16 @@ impl Comparison {
             lines.extend(self.cautions());
         }
         lines.push(format!(
-            "{} queries in {} groups; the difference is the mean [95% interval] of pairs, bootstrapped by group",
-            self.n, self.n_groups
+            "{} queries in {}; the difference is the mean [95% interval] of pairs, bootstrapped by group",
+            self.n,
+            plural(self.n_groups, "group")
         ));
         lines
     }
 
     fn is_same(&self) -> bool {
-        self.n_equal_rewrites == self.n && self.difference.high - self.difference.low <= TOLERANCE
+        self.n_equal_rewrites == self.n + self.n_not_applicable
+            && self.difference.high - self.difference.low <= TOLERANCE
     }
 
     /// The reasons why the interval is wider than the bootstrap's.
@@ -559,7 +555,8 @@ impl Comparison {
         let (mut lines, n_groups) = (Vec::new(), self.n_groups);
         if n_groups < FEW_GROUPS {
             lines.push(format!(
-                "only {n_groups} groups of queries: the interval is that of Student's t where it is wider"
+                "only {} of queries: the interval is that of Student's t where it is wider",
+                plural(n_groups, "group")
             ));
         }
         let unseen = UnseenGroups::new(&self.groups, 0.0);

@@ -1,7 +1,7 @@
 //! The evaluation as tables for a terminal.
 
 use crate::bootstrap::Interval;
-use crate::evaluation::{Controls, Difference, Evaluation, SecondEvaluation, SeedsEvaluation, StyleEvaluation, Styles};
+use crate::evaluation::{Difference, Evaluation, SecondEvaluation, SeedsEvaluation, StyleEvaluation, Styles};
 use crate::facts::RunFacts;
 use crate::metric::{Metric, RETRIEVAL_FAILED, TEACHER_FAILED};
 use crate::text::{MAX_WIDTH, one_line, or_dash, printable, wrapped};
@@ -12,12 +12,11 @@ use std::fmt::Write as _;
 /// Renders what is outdated, the verdict on RL, the metrics of the systems, paired differences, controls, failures and notes. Ends with a
 /// line break.
 pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
-    outdated(evaluation) + &figures(evaluation, facts)
+    paragraphs(&evaluation.outdated) + &figures(evaluation, facts)
 }
 
-/// What changed after the evaluation: one paragraph for each run.
-fn outdated(evaluation: &Evaluation) -> String {
-    evaluation.outdated.iter().map(|line| wrapped(&printable(line), MAX_WIDTH).join("\n") + "\n").collect()
+fn paragraphs(lines: &[String]) -> String {
+    lines.iter().map(|line| wrapped(&printable(line), MAX_WIDTH).join("\n") + "\n").collect()
 }
 
 fn figures(evaluation: &Evaluation, facts: &RunFacts) -> String {
@@ -84,13 +83,16 @@ fn controls_text(evaluation: &Evaluation) -> String {
         grid.push([name.to_owned(), characters].into_iter().chain(shares).collect());
     }
     let mut text = format!("\n{}", blocks("length and words of the rewrites", &grid));
-    let mut matched = differences_grid(evaluation, &controls.length_matched, &Controls::METRICS);
+    let metrics = evaluation.length_matched_metrics();
+    let mut matched = differences_grid(evaluation, &controls.length_matched, &metrics);
     if matched.len() > 1 {
         matched[0].push("queries".to_owned());
         for (row, (first, second, _)) in matched[1..].iter_mut().zip(evaluation.pairs_in_order()) {
             let of_pair = controls.length_matched.get(&format!("{first}-{second}"));
-            let n = of_pair.and_then(|of_pair| of_pair.values().flatten().map(|found| found.n).max());
-            row.push(or_dash(n, |n| n.to_string()));
+            let n = |metric: &Metric| Some(of_pair?.get(metric)?.as_ref()?.n.to_string());
+            let mut ns: Vec<String> = metrics.iter().filter_map(n).collect();
+            ns.dedup();
+            row.push(or_dash((!ns.is_empty()).then_some(ns), |ns| ns.join(" / ")));
         }
         let title = "paired differences where both rewrites have about the same length";
         let _ = write!(text, "\n{}", blocks(title, &matched));
@@ -170,10 +172,14 @@ fn difference_text(metric: Metric, found: Difference) -> String {
     format!("{mean} [{low}, {high}]{}", if found.excludes_zero() { "*" } else { " " })
 }
 
-/// Like [`table`], for several runs pooled, followed by the mean differences of each run.
-pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts) -> String {
-    let mut text = outdated(&evaluation.pooled);
-    text.push_str(&format!("{} runs, each query averaged over them\n", evaluation.runs.len()));
+/// Like [`table`], for several runs pooled, followed by the mean differences of each run. `differing` names what the runs differ in more
+/// than their seeds.
+pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts, differing: &[String]) -> String {
+    let mut text = paragraphs(&evaluation.pooled.outdated) + &paragraphs(differing);
+    text.push_str(&format!(
+        "{} runs, each query averaged over them; intervals are over the queries, for these runs\n",
+        evaluation.runs.len()
+    ));
     text.push_str(&figures(&evaluation.pooled, facts));
     text.push_str(&format!("\n{}", blocks("mean differences of each run", &runs_grid(evaluation))));
     text
@@ -210,7 +216,7 @@ fn systems_grid(evaluation: &Evaluation) -> Grid {
 fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
     let metrics = compared(&evaluation.pooled);
     let mut grid = vec![head_row("pair, run", &metrics)];
-    for (first, second, _) in evaluation.pooled.pairs_in_order() {
+    for (first, second, pooled) in evaluation.pooled.pairs_in_order() {
         for (number, run) in (1..).zip(&evaluation.runs) {
             let differences = run.pairs.get(&format!("{first}-{second}"));
             let cells = metrics.iter().map(|metric| {
@@ -219,13 +225,21 @@ fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
             });
             grid.push(std::iter::once(format!("{first} - {second}, {number}")).chain(cells).collect());
         }
+        let cells = metrics.iter().map(|metric| {
+            let ends = pooled.get(metric).copied().flatten().and_then(|found| found.over_runs);
+            or_dash(ends, |ends| {
+                let [low, high] = ends.map(|end| metric.format_signed(end));
+                format!("[{low}, {high}]")
+            })
+        });
+        grid.push(std::iter::once("  95% interval over the runs".to_owned()).chain(cells).collect());
     }
     grid
 }
 
 /// The metrics of the paired differences: without those that [`Evaluation::without`] removed.
 fn compared(evaluation: &Evaluation) -> Vec<Metric> {
-    let has = |metric: &Metric| evaluation.pairs.values().any(|pair| pair.contains_key(metric));
+    let has = |metric: &Metric| evaluation.pairs.values().any(|pair| matches!(pair.get(metric), Some(Some(_))));
     Metric::COMPARED.into_iter().filter(has).collect()
 }
 
@@ -271,9 +285,16 @@ fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
     lines.extend(evaluation.too_few_groups());
     lines.extend(failure_lines(evaluation));
     lines.extend(facts.plugin_notes.iter().cloned());
+    let mut differences = evaluation.pairs.values().flat_map(BTreeMap::values).flatten();
+    let over_runs = match differences.any(|found| found.over_runs.is_some()) {
+        true => {
+            "; with several runs `*` and the verdict need an interval over the runs (Student's t) that excludes 0 too"
+        }
+        false => "",
+    };
     lines.push(format!(
         "mean [95% interval], {} bootstrap resamples of whole query groups; `*` marks a difference whose interval excludes 0; \
-         `-` means the metric does not apply; `querl release check` widens intervals of few groups, and where no group loses or \
+         `-` means the metric does not apply{over_runs}; `querl release check` widens intervals of few groups, and where no group loses or \
          gains (rule of three)",
         evaluation.n_resamples
     ));
@@ -282,6 +303,17 @@ fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
 
 /// One line for each system that failed on some queries, for tables and reports.
 pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
+    let has_teacher =
+        evaluation.systems.get("teacher").is_none_or(|teacher| !teacher.failures.contains_key(TEACHER_FAILED));
+    let least = |metric: Metric| {
+        let pairs = evaluation.pairs_in_order().filter(|(first, second, _)| ![first, second].contains(&&"teacher"));
+        pairs.filter_map(|(_, _, pair)| Some(pair.get(&metric)?.as_ref()?.n)).min()
+    };
+    let partial = [Metric::Reward, Metric::WinRate].into_iter().filter(|_| !has_teacher).filter_map(|metric| {
+        let n = least(metric).filter(|n| *n < evaluation.n)?;
+        let (what, of) = (metric.label(), evaluation.n);
+        Some(format!("{what}: differences between other systems are over {n} of {of} queries too, those with a rewrite of the teacher"))
+    });
     let failed = evaluation.systems_in_order().into_iter().filter(|(_, system)| system.n_failed > 0);
     failed
         .map(|(name, system)| {
@@ -308,6 +340,7 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
                 reasons.join(", ")
             )
         })
+        .chain(partial)
         .collect()
 }
 

@@ -1,7 +1,8 @@
 //! The verdict on reinforcement learning: three sentences at the top of every report that say whether RL was worth its cost.
 
-use crate::evaluation::{Difference, Evaluation, FEW_GROUPS};
+use crate::evaluation::{Difference, Evaluation, FEW_GROUPS, Lookups};
 use crate::metric::Metric;
+use querl_core::text::plural;
 
 /// Metrics for the verdict, in order of preference: retrieval quality precedes rewards, which training optimises.
 const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeScore, Metric::Reward];
@@ -16,7 +17,7 @@ const WITH_HISTORY: (&str, &str) = ("with_history", "the queries with their hist
 enum Outcome {
     Better,
     Worse,
-    /// The interval includes 0.
+    /// The interval includes 0, or that over several runs does, or it is of a single group.
     NotShown,
     /// The evaluation lacks one of the two systems.
     Missing,
@@ -26,9 +27,9 @@ impl Outcome {
     fn of(difference: Option<Difference>) -> Self {
         match difference {
             None => Self::Missing,
-            Some(found) if found.low > 0.0 => Self::Better,
-            Some(found) if found.high < 0.0 => Self::Worse,
-            Some(_) => Self::NotShown,
+            Some(found) if !found.excludes_zero() => Self::NotShown,
+            Some(found) if found.mean > 0.0 => Self::Better,
+            Some(_) => Self::Worse,
         }
     }
 }
@@ -41,29 +42,41 @@ pub(crate) fn first_paragraph(evaluation: &Evaluation) -> String {
         let found = controls?.systems.get(system)?;
         let sentence = || {
             let (n, of) = (found.n_unchanged, found.n_answers);
-            format!("{name} hardly rewrites: its rewrite is the query itself on {n} of {of} queries.")
+            format!("{name} hardly rewrites: {n} of {of} rewrites are the query itself.")
         };
         // More than 90 %.
         (10 * found.n_unchanged > 9 * found.n_answers).then(sentence)
     });
     let verdict = rl_verdict(evaluation);
-    let n_groups = evaluation.n_groups;
+    let metric = deciding(evaluation);
+    let n_groups = metric.iter().flat_map(|metric| RIVALS.map(|(rival, _)| against(evaluation, rival, *metric)));
+    let n_groups = n_groups.flatten().map(|found| found.n_groups).min().unwrap_or(evaluation.n_groups);
     let too_few = (n_groups < FEW_GROUPS && !verdict.is_empty())
-        .then(|| format!("Only {n_groups} groups of test queries, so that what follows may be chance."));
+        .then(|| format!("Only {} of test queries, so that what follows may be chance.", plural(n_groups, "group")));
     too_few.into_iter().chain(unchanged).chain(verdict).collect::<Vec<_>>().join(" ")
+}
+
+/// The difference of RL and another system.
+fn against(evaluation: &Evaluation, rival: &str, metric: Metric) -> Option<Difference> {
+    evaluation.pairs.get(&format!("rl-{rival}"))?.get(&metric).copied().flatten()
+}
+
+/// The first of [`DECISIVE`] by which RL is compared with another system.
+fn deciding(evaluation: &Evaluation) -> Option<Metric> {
+    let has_rivals = |metric: &Metric| RIVALS.iter().any(|(rival, _)| against(evaluation, rival, *metric).is_some());
+    DECISIVE.into_iter().find(has_rivals)
 }
 
 /// Three sentences: RL compared with the raw queries, SFT and the teacher; the same on the second retriever; whether RL was worth its
 /// cost. Empty for an evaluation without RL or without a system to compare it with.
 pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
-    let found = |rival: &str, metric: Metric| {
-        evaluation.pairs.get(&format!("rl-{rival}")).and_then(|pair| pair.get(&metric).copied().flatten())
-    };
-    let has_rivals = |metric: &Metric| RIVALS.iter().any(|(rival, _)| found(rival, *metric).is_some());
-    let Some(metric) = DECISIVE.into_iter().find(has_rivals) else { return Vec::new() };
-    let compared = comparisons(metric, &|rival: &str| found(rival, metric));
+    let Some(metric) = deciding(evaluation) else { return Vec::new() };
+    let found = |rival: &str| against(evaluation, rival, metric);
+    let n = RIVALS.into_iter().filter_map(|(rival, _)| Some(found(rival)?.n)).max().unwrap_or_default();
+    let of = if n < evaluation.n { format!(" of {n} of {} queries", evaluation.n) } else { String::new() };
     // The brackets are explained once.
-    let first = format!("By {}, RL {}.", metric.label(), compared.replacen(" [", ", 95% interval [", 1));
+    let compared = comparisons(metric, &found).replacen(" [", ", 95% interval [", 1);
+    let first = format!("By {}{of}, RL {compared}.", metric.label());
     let second = evaluation.second_retrieval.as_ref();
     let on_second = |rival: &str| {
         second.and_then(|second| second.pairs.get(&format!("rl-{rival}"))?.get(&Metric::Top1).copied().flatten())
@@ -87,7 +100,11 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
         }
         None => "No second retriever was used, so it is not known whether this holds on another one.".to_owned(),
     };
-    let here = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(found(rival, metric)));
+    if is_blind(evaluation, metric) {
+        let why = "no query has gold passages, and the scores of hits, which rewards read, count shared words";
+        return vec![first, elsewhere, format!("It is not known whether RL earned its cost: {why}.")];
+    }
+    let here = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(found(rival)));
     let there = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(on_second(rival)));
     // If the queries with their history are as good, RL must be better than those.
     let lacks_gain = |[raw, _, with_history]: [Outcome; 3]| {
@@ -98,13 +115,23 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
     vec![first, elsewhere, conclusion]
 }
 
+/// True if nothing in the evaluation tells right from wrong passages: tables leave out the scores of hits.
+fn is_blind(evaluation: &Evaluation, metric: Metric) -> bool {
+    metric == Metric::Reward && evaluation.lookups == Lookups::Made && !evaluation.shows(Metric::Top1Score)
+}
+
 /// `is better than SFT (+20.5 [+5.4, +34.0]), and not shown to differ from the teacher (+1.0 [-3.0, +5.0])`.
 fn comparisons(metric: Metric, found: &dyn Fn(&str) -> Option<Difference>) -> String {
     let phrase = |(rival, name): (&str, &str)| {
         let difference = found(rival);
         let figures = difference.map(|found| {
             let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format_signed(value));
-            format!(" ({mean} [{low}, {high}])")
+            let is_by_queries_alone = !found.excludes_zero() && Difference { over_runs: None, ..found }.excludes_zero();
+            let over_runs = found.over_runs.filter(|_| is_by_queries_alone).map(|ends| {
+                let [low, high] = ends.map(|value| metric.format_signed(value));
+                format!("; over the runs [{low}, {high}]")
+            });
+            format!(" ({mean} [{low}, {high}]{})", over_runs.unwrap_or_default())
         });
         let figures = figures.unwrap_or_default();
         match Outcome::of(difference) {
@@ -169,7 +196,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     fn difference(outcome: Outcome) -> Option<Difference> {
-        let of = |mean, low, high| Some(Difference { mean, low, high, n: 40 });
+        let of = |mean, low, high| Some(Difference { mean, low, high, n: 40, n_groups: 40, over_runs: None });
         match outcome {
             Better => of(0.2, 0.1, 0.3),
             Worse => of(-0.2, -0.3, -0.1),
@@ -236,7 +263,7 @@ mod tests {
             evaluation.controls = Some(Controls { systems, length_matched: BTreeMap::new() });
             first_paragraph(&evaluation)
         };
-        let expected = "RL hardly rewrites: its rewrite is the query itself on 64 of 64 queries. By top-1 %, RL ";
+        let expected = "RL hardly rewrites: 64 of 64 rewrites are the query itself. By top-1 %, RL ";
         assert!(of(64).starts_with(expected), "{}", of(64));
         assert!(of(57).starts_with("By top-1 %, RL "), "57 of 64 are 89 %");
     }
@@ -250,6 +277,26 @@ mod tests {
         );
         assert!(by(Metric::JudgeScore).starts_with("By judge (0-5), RL "));
         assert!(by(Metric::Reward).ends_with(", and was not compared with the teacher."));
+    }
+
+    /// Symptom: without gold passages the teacher lost by a score that counts the words of the query.
+    #[test]
+    fn scores_that_count_words_conclude_nothing() {
+        let mut blind = evaluation(Metric::Reward, [Better; 3], None);
+        assert!(rl_verdict(&blind)[2].starts_with("It is not known whether RL earned its cost: no query has gold"));
+        blind.lookups = Lookups::None;
+        assert!(rl_verdict(&blind)[2].starts_with("RL earned its cost"), "no hits have scores");
+    }
+
+    #[test]
+    fn an_interval_over_the_runs_that_includes_zero_is_shown() {
+        let mut evaluation = evaluation(Metric::Top1, [Better; 3], None);
+        let of_raw = evaluation.pairs.get_mut("rl-raw").and_then(|pair| pair.get_mut(&Metric::Top1)).unwrap();
+        *of_raw = difference(Better).map(|found| Difference { over_runs: Some([-0.05, 0.45]), ..found });
+        let said = rl_verdict(&evaluation);
+        let expected = "RL is not shown to differ from the raw queries \
+                        (+20.0, 95% interval [+10.0, +30.0]; over the runs [-5.0, +45.0]), is better than SFT (+20.0 [+10.0, +30.0])";
+        assert!(said[0].contains(expected), "{}", said[0]);
     }
 
     #[test]

@@ -263,6 +263,20 @@ fn equal_rewrites_lose_nothing() {
     assert_eq!((same.verdict, same.n_groups, same.n_equal_rewrites), (ComparisonVerdict::Passed, 1, 2));
     let text = same.to_text(["a", "b"]);
     assert!(text.contains("all rewrites are equal: the difference is 0"), "{text}");
+    // Regression: one equal rewrite passed where those of queries without gold passages differed.
+    let but_one = |outcome: &'static str| {
+        let mut records = records(|index| if index == 0 { "other" } else { outcome }, 8);
+        records[1..].iter_mut().for_each(|record| record.query.gold_ids.clear());
+        records
+    };
+    let one = compared(&but_one("gold"), &but_one("other"), 0.0);
+    assert_eq!((one.verdict, one.n, one.n_equal_rewrites), (ComparisonVerdict::Unclear, 1, 1));
+    let text = one.to_text(["a", "b"]);
+    assert!(text.contains("only 1 group of queries") && !text.contains("all rewrites are equal"), "{text}");
+    let without_gold = but_one("other").split_off(1);
+    let sides = [side("a", &without_gold, &NONE), side("b", &without_gold, &NONE)];
+    let none = compare(sides, &options(0.0)).unwrap_err().to_string();
+    assert!(none.ends_with("top1 applies to none of 7 queries; choose one of top1_score"), "{none}");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use querl_core::records::{
 };
 use querl_eval::{
     ComparedSystem, ComparisonOptions, EvalError, EvalOptions, Evaluation, Lookups, Metric, SystemEvaluation, compare,
-    evaluate, evaluate_seeds,
+    evaluate, evaluate_seeds, table,
 };
 use std::collections::BTreeSet;
 use support::{answer, hit, invented_records, record};
@@ -257,8 +257,8 @@ fn eval_json_has_the_documented_shape_and_reads_back() {
 fn eval_json_pairs_have_mean_interval_and_count_and_read_back() {
     let records = [record("rl", 2, found(2, Some(1), 0.75)), record("sft", 2, found(2, None, 0.25))];
     let evaluation = evaluate(&records, &OPTIONS).unwrap();
-    let one = serde_json::json!({"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1});
-    let half = serde_json::json!({"mean": 0.5, "low": 0.5, "high": 0.5, "n": 1});
+    let one = serde_json::json!({"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1, "n_groups": 1});
+    let half = serde_json::json!({"mean": 0.5, "low": 0.5, "high": 0.5, "n": 1, "n_groups": 1});
     let expected = serde_json::json!({"rl-sft": {
         "top1": one, "mrr": one, "top1_score": half, "judge_score": null, "reward": null, "win_rate": null,
     }});
@@ -353,6 +353,40 @@ fn seeds_average_each_query_before_the_bootstrap() {
     assert_eq!((pooled.n, evaluation.pooled.n, evaluation.pooled.systems["rl"].n_scored), (2, 2, 4));
     let means: Vec<f64> = evaluation.runs.iter().map(|run| rl_sft(run, Metric::Reward).mean).collect();
     assert!((means[0] - 0.2).abs() < 1e-12 && (means[1] - 0.4).abs() < 1e-12);
+    assert_eq!(rl_sft(&evaluation.runs[0], Metric::Reward).over_runs, None);
+}
+
+/// Regression: a gain of which each query was sure, but not each seed, was starred.
+#[test]
+fn a_difference_of_several_runs_needs_an_interval_over_the_runs_too() {
+    let run = |reward: f64| -> Vec<EvalRecord> {
+        let of =
+            |system, reward| (2..42).map(move |row| record(system, row, with_reward(found(row, None, 0.5), reward)));
+        of("rl", reward).chain(of("sft", 0.0)).collect()
+    };
+    let pooled =
+        |rewards: [f64; 3]| rl_sft(&evaluate_seeds(&rewards.map(run), &OPTIONS).unwrap().pooled, Metric::Reward);
+    let (unsure, sure) = (pooled([0.1, 0.2, 0.9]), pooled([0.4, 0.4, 0.5]));
+    // scipy.stats.t.interval(0.95, 2, loc=0.4, scale=scipy.stats.sem([0.1, 0.2, 0.9]))
+    let [low, high] = unsure.over_runs.unwrap();
+    assert!(unsure.low > 0.0 && (low + 0.6828).abs() < 1e-3 && (high - 1.4828).abs() < 1e-3, "{unsure:?}");
+    assert!(!unsure.excludes_zero() && sure.excludes_zero(), "{sure:?}");
+}
+
+/// Regression: the verdict rested on the one group with gold passages.
+#[test]
+fn a_difference_of_one_group_shows_nothing() {
+    let of = |system, rank| (2..42).map(move |row| record(system, row, found(row, rank, 0.5)));
+    let mut records: Vec<EvalRecord> = of("rl", Some(1)).chain(of("sft", None)).collect();
+    records.iter_mut().filter(|record| record.query.row > 3).for_each(|record| record.query.gold_ids.clear());
+    let evaluation = evaluate(&records, &OPTIONS).unwrap();
+    let top1 = rl_sft(&evaluation, Metric::Top1);
+    assert_eq!((top1.mean, top1.n, top1.n_groups, evaluation.n_groups), (1.0, 2, 1, 20));
+    assert!(!top1.excludes_zero());
+    let text = table(&evaluation, &support::facts());
+    let expected =
+        "Only 1 group of test queries, so that what follows may be chance. By top-1 % of 2 of 40 queries, RL was";
+    assert!(text.split_whitespace().collect::<Vec<_>>().join(" ").contains(expected), "{text}");
 }
 
 #[test]

@@ -143,9 +143,13 @@ fn page_without_a_second_retriever_and_samples_has_no_tables_of_them() {
 #[test]
 fn seeds_table_shows_each_run_below_the_pooled_differences() {
     let runs = [invented_records(10), invented_records(12)];
-    let text = seeds_table(&evaluate_seeds(&runs, &OPTIONS).unwrap(), &facts());
-    assert!(text.starts_with("2 runs, each query averaged over them\n"));
+    let text = seeds_table(&evaluate_seeds(&runs, &OPTIONS).unwrap(), &facts(), &["they differ".to_owned()]);
+    assert!(
+        text.starts_with("they differ\n2 runs, each query averaged over them; intervals are over the queries"),
+        "{text}"
+    );
     assert!(text.contains("\nrl - sft, 1  ") && text.contains("\nrl - sft, 2  "), "{text}");
+    assert!(text.contains("\n  95% interval over the runs  [") && text.contains("; with several runs `*`"), "{text}");
 }
 
 #[test]
@@ -233,7 +237,9 @@ fn an_outdated_evaluation_is_said_first_in_table_and_page_and_is_in_the_json() {
     let mut seeds = evaluate_seeds(std::slice::from_ref(&records), &OPTIONS).unwrap();
     seeds.pooled.outdated.push(outdated.to_owned());
     assert!(table(&seeds.pooled, &facts()).starts_with(&format!("{outdated}\nfivedoctors ")));
-    assert!(seeds_table(&seeds, &facts()).starts_with(&format!("{outdated}\n1 runs, each query averaged over them\n")));
+    assert!(
+        seeds_table(&seeds, &facts(), &[]).starts_with(&format!("{outdated}\n1 runs, each query averaged over them"))
+    );
     let html = page_with(&facts(), &seeds.pooled, &records, &[], 0);
     let at = |text: &str| html.find(text).unwrap();
     assert!(at("best of rl changed after the evaluation; run ") < at("<p class=\"verdict\">"));
@@ -309,5 +315,5 @@ fn failed_answers_show_their_reason_in_place_of_hits() {
     let html = page(&[record("sft", 2, Err(rejection))], &[], 20);
     assert!(html.contains("failed: no_rewrite: the answer was empty"));
     assert!(html.contains("failed: sft on 1 of 1 (no_rewrite 1)"));
-    assert!(html.contains("only 1 groups of queries"));
+    assert!(html.contains("only 1 group of queries"));
 }

@@ -134,7 +134,7 @@ pub struct Pooled {
 }
 
 /// Pools evaluated runs: each query's value is averaged over the runs. Runs that differ in more than their seed, or have the same seed, are
-/// refused, or, with [`Pooling::Any`], named in a note under the table.
+/// refused, or, with [`Pooling::Any`], named before the table.
 ///
 /// # Errors
 /// As [`write`]; or the runs have different test queries, or are refused because they differ.
@@ -161,10 +161,9 @@ pub fn pooled(dirs: &[RunDir], pooling: Pooling) -> anyhow::Result<Pooled> {
             whole_metrics(dir, &ledger)?.1.into_iter().chain(untrained(&ledger)).chain(funnel::notes(&ledger, dir)?);
         facts.plugin_notes.extend(notes.map(|note| format!("{}: {note}", dir.root().display())));
     }
-    facts.plugin_notes.extend(notes);
     let shown_runs = evaluation.runs.iter().map(|run| shown(run, &config.retrieval)).collect();
     let shown = SeedsEvaluation { pooled: shown(&evaluation.pooled, &config.retrieval), runs: shown_runs };
-    Ok(Pooled { table: seeds_table(&shown, &facts), evaluation })
+    Ok(Pooled { table: seeds_table(&shown, &facts, &notes), evaluation })
 }
 
 /// A note on each run that differs from the first in more than the seed.
@@ -312,19 +311,19 @@ pub fn scores_count_words(retrieval: &RetrievalConfig) -> bool {
         && retrieval.rerank.kind == RerankKind::None
 }
 
-/// A note that the win rate is left out, if [`scores_count_words`]; `None` otherwise.
+/// A note that win rate and top-1 score are left out, if [`scores_count_words`]; `None` otherwise.
 pub(crate) fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
     scores_count_words(retrieval).then(|| {
-        "win rate is left out: it compares scores of first hits, which without a reranker or lexicon count shared words and cannot tell \
-         right from wrong passages"
+        "win rate and top-1 score are left out: they compare scores of hits, which without a reranker or lexicon count shared words and \
+         cannot tell right from wrong passages"
             .to_owned()
     })
 }
 
-/// The evaluation as shown in tables and report: without the win rate if [`win_rate_note`] says so.
+/// The evaluation as shown in tables and report: without win rate and top-1 score if [`win_rate_note`] says so.
 fn shown(evaluation: &Evaluation, retrieval: &RetrievalConfig) -> Evaluation {
     match win_rate_note(retrieval) {
-        Some(_) => evaluation.clone().without(Metric::WinRate),
+        Some(_) => evaluation.clone().without(Metric::WinRate).without(Metric::Top1Score),
         None => evaluation.clone(),
     }
 }

@@ -92,6 +92,18 @@ fn the_written_file_pretrains_a_model_with_held_out_lines() {
             project.querl(&[command, &["--set", "model.path=own-model", "--set", "data.input=teacher.jsonl"]].concat());
         said.refused("own-model: its pretraining is not finished; run `querl model pretrain` with");
     }
+    // Regression: so did `plan --no_model`, which needs no model.
+    project
+        .querl(&[
+            "plan",
+            "querl.toml",
+            "--no_model",
+            "--set",
+            "model.path=own-model",
+            "--set",
+            "data.input=teacher.jsonl",
+        ])
+        .ok();
     std::fs::remove_dir_all(project.path("own-model/.pretrain")).unwrap();
     let made = project.querl(&["model", "pretrain", "pretrain.toml"]).ok();
     assert!(made.stderr.contains(" 60 examples, ") && made.stderr.contains(" held out\n"), "{made:#?}");

@@ -4,6 +4,7 @@ use super::repeat;
 use crate::section::{CheckResult, Section, Violation};
 use crate::subject::Subject;
 use querl_bundle::{SettingSpec, SettingType};
+use querl_core::text::plural;
 use querl_plugin::{PluginError, PluginSettings};
 use std::collections::BTreeMap;
 use toml::Value;
@@ -74,7 +75,7 @@ fn all_read(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
         accepted(subject, key, &value)?;
         n_read += 1;
     }
-    Ok(counted(n_read, "setting"))
+    Ok(plural(n_read, "setting"))
 }
 
 fn allowed_are_accepted(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
@@ -85,7 +86,7 @@ fn allowed_are_accepted(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
             n_values += 1;
         }
     }
-    Ok(format!("{} at the ends of what is allowed", counted(n_values, "value")))
+    Ok(format!("{} at the ends of what is allowed", plural(n_values, "value")))
 }
 
 fn wrong_are_refused(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
@@ -96,7 +97,7 @@ fn wrong_are_refused(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
             n_values += 1;
         }
     }
-    Ok(counted(n_values, "value"))
+    Ok(plural(n_values, "value"))
 }
 
 fn defaults_agree(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
@@ -118,7 +119,7 @@ fn defaults_agree(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
         }
         n_defaults += 1;
     }
-    Ok(counted(n_defaults, "setting"))
+    Ok(plural(n_defaults, "setting"))
 }
 
 /// The plugin accepts the value and scores with it.
@@ -176,10 +177,6 @@ fn wrong(spec: &SettingSpec) -> Vec<Value> {
         SettingType::Text => vec![1.into(), text()],
         SettingType::List => vec![text(), Value::Array(vec![1.into()])],
     }
-}
-
-fn counted(n: usize, what: &str) -> String {
-    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
 }
 
 /// A step that changes `bound` at its magnitude.

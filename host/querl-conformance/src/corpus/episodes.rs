@@ -1,6 +1,6 @@
 //! Episodes for rewards.
 
-use super::{FAILURES, Group, failure, falling_scores, hits, long_text, mixed, odd_texts};
+use super::{Group, failure, falling_scores, hits, long_text, mixed, odd_texts};
 use querl_core::records::{
     CallFailure, Candidate, ColumnValue, Columns, Context, Episode, FailureKind, FinishReason, Hit, Judgement, Message,
     Scalar, Split, StyleProbability,
@@ -164,7 +164,7 @@ fn with_long_texts() -> Vec<Episode> {
 }
 
 fn failures() -> Vec<Episode> {
-    let of_policy = FAILURES.into_iter().map(|kind| {
+    let of_policy = FailureKind::ALL.into_iter().map(|kind| {
         changed(format!("policy-retrieval-{kind}").replace(' ', "-"), |episode| {
             episode.policy.retrieval = Some(Err(failure(kind)));
         })

@@ -30,17 +30,6 @@ fn mixed<T: Clone>(
     (0..n).map(item).collect()
 }
 
-pub(crate) const FAILURES: [FailureKind; 8] = [
-    FailureKind::Timeout,
-    FailureKind::Unreachable,
-    FailureKind::Unauthorized,
-    FailureKind::Rejected,
-    FailureKind::RateLimited,
-    FailureKind::ServerError,
-    FailureKind::InvalidResponse,
-    FailureKind::NotRecorded,
-];
-
 pub(crate) fn failure(kind: FailureKind) -> CallFailure {
     CallFailure { kind, message: "知识库服务没有在30秒内回答".into() }
 }

@@ -93,7 +93,7 @@ impl<'a> Pooled<'_, 'a> {
         let mut records = self.runs.iter().flat_map(Index::all_records);
         let retriever = records.find_map(|record| answer(record)?.second_retrieval.as_ref())?.retriever.clone();
         let metrics = |system: &&str| {
-            let interval = |metric| self.interval(|index| second_values(index, system, metric)).map(|(found, _)| found);
+            let interval = |metric| self.interval(|index| second_values(index, system, metric));
             ((*system).to_owned(), SecondEvaluation::METRICS.map(|metric| (metric, interval(metric))).into())
         };
         let differences = |(first, second): &(&str, &str)| {
@@ -110,9 +110,8 @@ impl<'a> Pooled<'_, 'a> {
     /// Length and words of the rewrites; `None` if no system has an answer.
     pub(super) fn controls(&self, systems: &BTreeSet<&str>, pairs: &[(&str, &str)]) -> Option<Controls> {
         let of_system = |system: &&str| {
-            let interval = |value: fn(&EvalRecord) -> Option<f64>| {
-                self.interval(|index| index.of_records(system, value)).map(|(found, _)| found)
-            };
+            let interval =
+                |value: fn(&EvalRecord) -> Option<f64>| self.interval(|index| index.of_records(system, value));
             let records = self.runs.iter().flat_map(Index::all_records).filter(|record| record.system == **system);
             let (mut n_answers, mut n_unchanged) = (0, 0);
             for record in records {
@@ -123,7 +122,7 @@ impl<'a> Pooled<'_, 'a> {
             let controls = RewriteControls {
                 n_answers,
                 n_unchanged,
-                n_chars: self.interval(|index| index.n_chars(system)).map(|(found, _)| found),
+                n_chars: self.interval(|index| index.n_chars(system)),
                 kept_terms: interval(kept),
                 new_gold_terms: interval(|record| answer(record)?.new_gold_terms),
             };
@@ -161,7 +160,7 @@ impl<'a> Pooled<'_, 'a> {
                     let samples = answer(record)?.samples.filter(|samples| samples.n >= k)?;
                     Some(pass_at_k(samples.n, samples.n_gold_first, k))
                 };
-                Some((k, self.interval(|index| index.of_records(system, passed))?.0))
+                Some((k, self.interval(|index| index.of_records(system, passed))?))
             };
             let powers = (0..usize::BITS).map(|power| 1usize << power).take_while(|k| *k < n_samples);
             let k = powers.chain([n_samples]).filter_map(interval).collect();

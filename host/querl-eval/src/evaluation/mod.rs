@@ -5,12 +5,13 @@ mod index;
 
 pub use controls::{Controls, PassAtK, RewriteControls, SecondEvaluation};
 
-use crate::bootstrap::{Bootstrap, Interval};
+use crate::bootstrap::{Bootstrap, Interval, t_interval};
 use crate::error::EvalError;
 use crate::metric::{Metric, is_left_out};
 use index::{Index, QueryKey, StyleModel};
 use querl_core::config::EVAL_SYSTEMS;
 use querl_core::records::{EvalRecord, Split};
+use querl_core::text::plural;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -133,12 +134,20 @@ pub struct Difference {
     pub high: f64,
     /// Number of queries that have a value for both systems.
     pub n: usize,
+    /// Number of groups of these queries.
+    pub n_groups: usize,
+    /// Of several runs, Student's t interval of the mean differences of the runs, 95%: the variation between training seeds, which the
+    /// interval over queries lacks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub over_runs: Option<[f64; 2]>,
 }
 
 impl Difference {
-    /// True if the whole interval is above or below 0. The interval of a single query has no width and shows nothing.
+    /// True if the whole interval is above or below 0, and of several runs that over the runs as well. The interval of a single group has
+    /// no width and shows nothing.
     pub fn excludes_zero(&self) -> bool {
-        self.n > 1 && (self.low > 0.0 || self.high < 0.0)
+        let is_open = |[low, high]: [f64; 2]| low <= 0.0 && high >= 0.0;
+        self.n_groups > 1 && !is_open([self.low, self.high]) && !self.over_runs.is_some_and(is_open)
     }
 }
 
@@ -189,7 +198,7 @@ impl StyleEvaluation {
 pub struct SeedsEvaluation {
     /// All runs together. Each query's value (or difference) is averaged over the runs that have it, then bootstrapped over groups
     /// of queries. Counts of records (`n_scored`, `n_failed`, ...) are sums over runs. The intervals describe the variation over
-    /// queries for these training runs; the variation over training seeds is the spread of `runs`.
+    /// queries for these training runs; the variation over training seeds is in [`Difference::over_runs`].
     pub pooled: Evaluation,
     /// The evaluation of each run on its own, in the order of the arguments.
     pub runs: Vec<Evaluation>,
@@ -224,7 +233,8 @@ impl Evaluation {
         for system in self.systems.values_mut() {
             system.metrics.remove(&metric);
         }
-        for pair in self.pairs.values_mut() {
+        let length_matched = self.controls.iter_mut().flat_map(|controls| controls.length_matched.values_mut());
+        for pair in self.pairs.values_mut().chain(length_matched) {
             pair.remove(&metric);
         }
         self
@@ -235,10 +245,28 @@ impl Evaluation {
         self.systems.values().any(|system| system.metrics.contains_key(&metric))
     }
 
-    /// A warning if there are too few groups for the intervals; `None` if there are enough.
+    /// A warning if there are too few groups for the intervals of a pair; `None` if there are enough.
     pub(crate) fn too_few_groups(&self) -> Option<String> {
-        let n = self.n_groups;
-        (n < FEW_GROUPS).then(|| format!("only {n} groups of queries: the intervals are narrower than the real uncertainty, and a `*` may be chance"))
+        let differences = self.pairs_in_order().flat_map(|(first, second, pair)| {
+            let found = |(metric, found): (&Metric, &Option<Difference>)| Some((found.as_ref()?.n_groups, *metric));
+            pair.iter().filter_map(found).map(move |(n, metric)| (n, metric, first, second))
+        });
+        let least = differences.min_by_key(|(n, ..)| *n).filter(|(n, ..)| *n < self.n_groups);
+        let (n, what) = match least {
+            Some((n, metric, first, second)) => (
+                n,
+                format!("{n} of {} groups of queries have {} for {first} - {second}", self.n_groups, metric.label()),
+            ),
+            None => (self.n_groups, format!("{} of queries", plural(self.n_groups, "group"))),
+        };
+        (n < FEW_GROUPS).then(|| {
+            format!("only {what}: the intervals are narrower than the real uncertainty, and a `*` may be chance")
+        })
+    }
+
+    /// The metrics of pairs of equal length that tables have.
+    pub(crate) fn length_matched_metrics(&self) -> Vec<Metric> {
+        Controls::METRICS.into_iter().filter(|metric| self.shows(*metric)).collect()
     }
 
     pub(crate) fn systems_in_order(&self) -> Vec<(&str, &SystemEvaluation)> {
@@ -329,11 +357,10 @@ struct Pooled<'r, 'a> {
 
 impl<'a> Pooled<'_, 'a> {
     fn system(&self, system: &str, shown: &BTreeSet<&str>) -> SystemEvaluation {
-        let metrics = Metric::ALL
-            .map(|metric| (metric, self.interval(|index| self.values(index, system, metric)).map(|(found, _)| found)));
+        let metrics = Metric::ALL.map(|metric| (metric, self.interval(|index| self.values(index, system, metric))));
         let components = self.runs.iter().flat_map(|index| index.component_names(system)).collect::<BTreeSet<_>>();
         let components = components.into_iter().filter(|name| shown.contains(name)).map(|name| {
-            let interval = self.interval(|index| index.components(system, name)).map(|(interval, _)| interval);
+            let interval = self.interval(|index| index.components(system, name));
             (name.to_owned(), interval)
         });
         let outcomes = index::count_outcomes(self.runs.iter().flat_map(|index| index.records(system)));
@@ -365,32 +392,38 @@ impl<'a> Pooled<'_, 'a> {
         [first, second]: [&str; 2],
         is_left_out: fn([&EvalRecord; 2]) -> bool,
     ) -> Option<Difference> {
-        let (Interval { mean, low, high }, n) = self.interval(|index| {
+        let of_run = |index: &Index<'a>| -> Vec<(QueryKey<'a>, f64)> {
             let seconds: BTreeMap<_, _> = of(index, second).into_iter().collect();
             let is_kept = |key: &QueryKey<'a>| !index.of_pair([first, second], key).is_some_and(is_left_out);
             let firsts = of(index, first).into_iter().filter(|(key, _)| is_kept(key));
             firsts.filter_map(|(key, value)| Some((key, value - seconds.get(&key)?))).collect()
-        })?;
-        Some(Difference { mean, low, high, n })
+        };
+        let Interval { mean, low, high } = self.interval(of_run)?;
+        let runs: Vec<_> = self.runs.iter().map(of_run).filter(|values| !values.is_empty()).collect();
+        let keys: BTreeSet<&QueryKey<'a>> = runs.iter().flatten().map(|(key, _)| key).collect();
+        let n_groups = keys.iter().map(|key| key.group).collect::<BTreeSet<_>>().len();
+        let mean_of =
+            |run: &Vec<(QueryKey<'a>, f64)>| run.iter().map(|(_, value)| value).sum::<f64>() / run.len() as f64;
+        let over_runs = t_interval(&runs.iter().map(mean_of).collect::<Vec<_>>());
+        Some(Difference { mean, low, high, n: keys.len(), n_groups, over_runs })
     }
 
-    /// The interval of the values that `of` returns for each run, averaged per query over the runs, and the number of queries.
-    fn interval(&self, of: impl Fn(&Index<'a>) -> Vec<(QueryKey<'a>, f64)>) -> Option<(Interval, usize)> {
+    /// The interval of the values that `of` returns for each run, averaged per query over the runs.
+    fn interval(&self, of: impl Fn(&Index<'a>) -> Vec<(QueryKey<'a>, f64)>) -> Option<Interval> {
         let mut per_query: BTreeMap<QueryKey<'a>, (f64, f64)> = BTreeMap::new();
         for (key, value) in self.runs.iter().flat_map(of) {
             let (sum, count) = per_query.entry(key).or_default();
             *sum += value;
             *count += 1.0;
         }
-        let means = per_query.iter().map(|(key, (sum, count))| (key.group, sum / count));
-        Some((self.bootstrap.interval(means)?, per_query.len()))
+        self.bootstrap.interval(per_query.iter().map(|(key, (sum, count))| (key.group, sum / count)))
     }
 
     /// Class probabilities of the answers by the style models; `None` if no answer has a style.
     pub(super) fn style(&self, systems: &BTreeSet<&str>, pairs: &[(&str, &str)]) -> Option<StyleEvaluation> {
         let scores = self.styles(StyleModel::Model, systems, pairs)?;
         let n_chars = |system: &&str| {
-            let interval = self.interval(|index| index.n_chars(system)).map(|(interval, _)| interval);
+            let interval = self.interval(|index| index.n_chars(system));
             ((*system).to_owned(), interval)
         };
         let distinct = |system: &&str| Some(((*system).to_owned(), self.distinct(system)?));
@@ -411,9 +444,7 @@ impl<'a> Pooled<'_, 'a> {
         if classes.is_empty() {
             return None;
         }
-        let mean = |system: &str, class: &str| {
-            self.interval(|index| index.styles(system, model, class)).map(|(found, _)| found)
-        };
+        let mean = |system: &str, class: &str| self.interval(|index| index.styles(system, model, class));
         let shift = |first: &str, second: &str, class: &str| {
             self.difference(
                 |index: &Index<'_>, system| -> Vec<(QueryKey<'_>, f64)> { index.styles(system, model, class) },

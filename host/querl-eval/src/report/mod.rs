@@ -5,7 +5,7 @@ mod examples;
 mod tables;
 
 use crate::error::EvalError;
-use crate::evaluation::{Controls, Evaluation, SecondEvaluation};
+use crate::evaluation::{Evaluation, SecondEvaluation};
 use crate::facts::{FunnelStep, RunFacts, StageTiming};
 use crate::metric::Metric;
 use crate::page::{self, charts};
@@ -106,7 +106,7 @@ impl Page {
                 &SecondEvaluation::METRICS,
             ),
             controls: tables::controls(evaluation),
-            length_matched: tables::differences(evaluation, length_matched, &Controls::METRICS),
+            length_matched: tables::differences(evaluation, length_matched, &evaluation.length_matched_metrics()),
             pass_at_k: tables::pass_at_k(evaluation),
             forests: charts::forests(evaluation),
             curves: curves::Curves::new(input.metrics, &input.facts.retrieval, evaluation),

@@ -97,7 +97,8 @@ pub fn plan(
         RetrievalKind::Http | RetrievalKind::None => None,
     };
     let has_dataset = inputs.splits.is_some();
-    let has_model = !options.skip_model || config.model.path.is_dir();
+    // The folder of an unfinished pretraining has no config.json yet.
+    let has_model = !options.skip_model || config.model.path.join("config.json").is_file();
     let opens_plugins = has_dataset && has_model && !options.skip_rollout;
     // Opened first: an unbuilt plugin is reported before anything is computed.
     let run = opens_plugins.then(|| Run::open_for_scoring(config.clone(), config_path, reporter)).transpose()?;

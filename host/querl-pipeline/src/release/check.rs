@@ -64,16 +64,15 @@ struct StoredEvidence {
     time: String,
     model: ModelIdentity,
     against: StoredAgainst,
-    metric: Metric,
     margin: f64,
-    verdict: ComparisonVerdict,
-    n: usize,
-    difference: Value,
+    /// Result by the metric that decided.
+    #[serde(flatten)]
+    result: StoredResult,
     /// Result by top-1 accuracy, if another metric decided; checks of earlier versions lack it.
     by_gold: Option<StoredResult>,
 }
 
-/// Result of a comparison by another metric than the one that decides.
+/// Result of a comparison by one metric.
 #[derive(Debug, Serialize, Deserialize)]
 struct StoredResult {
     metric: Metric,
@@ -85,9 +84,8 @@ struct StoredResult {
 impl StoredEvidence {
     /// The metric by which the check found a loss.
     fn lost_metric(&self) -> Option<Metric> {
-        let by_gold = self.by_gold.iter().map(|result| (result.verdict, result.metric));
-        let mut results = std::iter::once((self.verdict, self.metric)).chain(by_gold);
-        results.find(|(verdict, _)| *verdict == ComparisonVerdict::Lost).map(|(_, metric)| metric)
+        let mut results = std::iter::once(&self.result).chain(&self.by_gold);
+        results.find(|result| result.verdict == ComparisonVerdict::Lost).map(|result| result.metric)
     }
 }
 
@@ -169,15 +167,22 @@ fn word_scores(
     retrieval: &RetrievalConfig,
     metric: Metric,
 ) -> anyhow::Result<Option<String>> {
-    if !matches!(metric, Metric::Top1Score | Metric::WinRate) || !scores_count_words(retrieval) {
+    let has_gold = records.iter().any(|record| !record.query.gold_ids.is_empty());
+    let reads_scores = match metric {
+        Metric::Top1Score | Metric::WinRate => true,
+        // Rewards may count the ranks of gold passages.
+        Metric::Reward => !has_gold,
+        _ => false,
+    };
+    if !reads_scores || !scores_count_words(retrieval) {
         return Ok(None);
     }
     let problem = format!(
-        "{name}: {} compares scores of hits, which without a reranker or lexicon count shared words and cannot tell right \
+        "{name}: {} reads scores of hits, which without a reranker or lexicon count shared words and cannot tell right \
          from wrong passages",
         metric.name()
     );
-    if records.iter().any(|record| !record.query.gold_ids.is_empty()) {
+    if has_gold {
         return Err(Stop::usage(format!("{problem}; the queries have gold ids: use --metric top1 or mrr")).into());
     }
     Ok(Some(format!("{problem}; add gold ids to the query table and use --metric top1 or mrr")))
@@ -316,10 +321,12 @@ pub(super) fn passed_check(
     };
     let is_passed = |evidence: &StoredEvidence| {
         let is_contradicted = || fitting.iter().any(|other| is_lost(other) && is_same(other, evidence));
-        evidence.verdict == ComparisonVerdict::Passed && !is_contradicted()
+        evidence.result.verdict == ComparisonVerdict::Passed && !is_contradicted()
     };
     if let Some(passed) = fitting.iter().find(|evidence| is_passed(evidence)) {
-        let StoredEvidence { time, against, metric, margin, n, difference, by_gold, .. } = passed;
+        let StoredEvidence {
+            time, against, margin, result: StoredResult { metric, n, difference, .. }, by_gold, ..
+        } = passed;
         let mut kept = json!({
             "check": "passed", "time": time, "against": against.name, "metric": metric, "margin": margin, "n": n, "difference": difference,
         });
@@ -337,8 +344,8 @@ pub(super) fn passed_check(
     let against =
         current.filter(|_| !is_retrained).map_or("raw".to_owned(), |(folder, _)| folder.display().to_string());
     let problem = match (fitting.last(), outdated.is_empty()) {
-        (Some(StoredEvidence { metric, .. }), _) => {
-            format!("its check against {against} could not exclude a loss of {}", metric.name())
+        (Some(StoredEvidence { result, .. }), _) => {
+            format!("its check against {against} could not exclude a loss of {}", result.metric.name())
         }
         (None, false) => format!("it was checked against {against} with other digests, before its files changed"),
         (None, true) => format!(

@@ -166,7 +166,8 @@ fn ids(hits: &[&Hit]) -> Finding {
     let sentence = match n_without {
         0 => format!("each of {} passages has an id", hits.len()),
         _ => format!(
-            "{n_without} of {} passages have no id: a gold passage among them is not recognised (top-1, MRR)",
+            "{n_without} of {} passages have no id: a gold passage among them is not recognised (top-1, MRR); have the service \
+             return ids",
             hits.len()
         ),
     };
@@ -177,7 +178,10 @@ fn texts(hits: &[&Hit]) -> Finding {
     let n_without = hits.iter().filter(|hit| hit.text.is_empty()).count();
     let sentence = match n_without {
         0 => format!("each of {} passages has a text", hits.len()),
-        _ => format!("{n_without} of {} passages have no text: reward plugins see empty ones", hits.len()),
+        _ => format!(
+            "{n_without} of {} passages have no text: reward plugins see empty ones; have the service return texts",
+            hits.len()
+        ),
     };
     Finding { name: "texts", ok: n_without == 0, sentence }
 }
@@ -186,7 +190,9 @@ fn scores(hits: &[&Hit]) -> Finding {
     let scores = || hits.iter().map(|hit| hit.reranker_score);
     let (low, high) = (scores().fold(1.0, f64::min), scores().fold(0.0, f64::max));
     if low == high && hits.len() > 1 {
-        let sentence = format!("all scores are {low:.3}: they do not distinguish rewrites");
+        let sentence = format!(
+            "all scores are {low:.3}: they do not distinguish rewrites; have the service return its reranker's scores"
+        );
         return Finding { name: "scores", ok: false, sentence };
     }
     Finding { name: "scores", ok: true, sentence: format!("scores go from {low:.3} to {high:.3}") }
@@ -316,7 +322,10 @@ mod tests {
         let (bare, other) = (hit("", "", 0.5), hit("", "文", 0.5));
         let hits = [&bare, &other];
         assert!(!ids(&hits).ok && !texts(&hits).ok && !scores(&hits).ok);
-        assert_eq!(texts(&hits).sentence, "1 of 2 passages have no text: reward plugins see empty ones");
+        assert_eq!(
+            texts(&hits).sentence,
+            "1 of 2 passages have no text: reward plugins see empty ones; have the service return texts"
+        );
         let (good, better) = (hit("a", "甲", 0.5), hit("b", "乙", 0.75));
         let hits = [&good, &better];
         assert!(ids(&hits).ok && texts(&hits).ok);
