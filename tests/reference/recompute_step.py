@@ -275,7 +275,7 @@ def explained_variance(rl, values, returns):
     return 1.0 - (returns - values).var() / returns.var() if returns.var() > 0 else 0.0
 
 
-def metrics_of(rl, step, rewards, advantages, importances):
+def metrics_of(rl, step, shaped, rewards, advantages, importances):
     """Metrics of the batch from its recorded values."""
     logprobs, references = step.rows("logprobs"), step.rows("ref_logprobs")
     kl = {name: kl_rows(name, logprobs, references) for name in ("k1", "k3", rl["kl_estimator"])}
@@ -292,7 +292,7 @@ def metrics_of(rl, step, rewards, advantages, importances):
     else:
         metrics["actor/kl_coef"] = step.scalar("kl_coef")
     if rl["algorithm"] in ("grpo", "dr_grpo", "rloo", "raft"):
-        compared = [np.append(totals[rows], anchor_of(rl, step)) for rows in members(step.groups)]
+        compared = [np.append(shaped[rows], anchor_of(rl, step)) for rows in members(step.groups)]
         compared = [values for values in compared if len(values) >= 2]
         metrics["frac_reward_zero_std"] = sum(map(is_flat, compared)) / max(len(compared), 1)
     if rl["n_samples"] >= 2 and "loss_agg" in rl:  # runs of earlier versions have neither
@@ -361,7 +361,7 @@ def check(rl, step, metrics, expected, checks):
         checks.compare("returns", np.concatenate(returns), np.concatenate(step.rows("returns")))
     importances = importance(rl, logprobs, sampled)
     check_losses(rl, step, checks, metrics, importances)
-    for name, value in metrics_of(rl, step, rewards, step.rows("advantages"), importances).items():
+    for name, value in metrics_of(rl, step, scores, rewards, step.rows("advantages"), importances).items():
         if name not in metrics:
             checks.failures.append(f"{name}: not in metrics.jsonl")
         elif metrics[name] is not None:

@@ -24,7 +24,8 @@
 //!    `compute_rloo_outcome_advantage` take its reward; `compute_rloo_vectorized_outcome_advantage` takes 0 as well.
 //! 2. A group whose rewards deviate by less than [`EPSILON`], or than that share of the largest, has advantages of 0. verl divides such
 //!    rewards by their deviation: with equal scores, the rounding errors of KL in the reward become a tenth of other groups' advantages.
-//!    `frac_reward_zero_std` counts these groups. RLOO and Dr. GRPO do not divide, so that rounding stays negligible.
+//!    RLOO and Dr. GRPO do not divide, so that rounding stays negligible. `frac_reward_zero_std` counts the groups whose scores,
+//!    before KL, are such.
 //! 3. In RAFT such a group has no best response (the paper takes one of them), and neither has one whose best does not exceed the anchor.
 
 use super::losses::{Aggregation, Rows, kept, n_kept};
@@ -408,7 +409,7 @@ pub fn best_of_group(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> 
 
 /// Share of the groups of at least two rewards (the `anchor` included) whose rewards are all equal.
 ///
-/// Source: TRL `GRPOTrainer`, `frac_reward_zero_std`.
+/// Source: TRL `GRPOTrainer`, `frac_reward_zero_std`, whose rewards lack KL; as verl `filter_groups` with `seq_reward`.
 pub fn share_without_spread(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> f32 {
     let found = groups_of(rewards, groups, anchor);
     let compared = found.values().filter(|group| group.n >= 2.0);

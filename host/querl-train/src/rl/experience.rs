@@ -26,6 +26,8 @@ pub(super) struct Experience<'a> {
     pub(super) ref_logprobs: Rows,
     /// Importance weight of each token; `None` if responses were sampled from the distribution of `old_logprobs`.
     pub(super) importance_weights: Option<Rows>,
+    /// Scores with penalties, scaled and clipped, without KL.
+    pub(super) scores: Vec<f32>,
     pub(super) token_rewards: Rows,
     /// Group id of each response: the row of its query.
     pub(super) groups: Vec<usize>,
@@ -81,7 +83,8 @@ impl<'a> Experience<'a> {
         timer.end_phase("timing_s/values");
         // 3. Rewards: scores, minus KL if it is part of the reward.
         let kl = kl_rows(config.kl_estimator, &old_logprobs, &reference.logprobs);
-        let (token_rewards, kl_coef) = shaping.rewards(config, rollouts, &kl);
+        let scores = shaping.scores(config, rollouts);
+        let (token_rewards, kl_coef) = shaping.rewards(config, &scores, &kl);
         let anchor = config.anchor_baseline.map(|anchor| shaping.scaled(config, anchor as f32));
         // 4. Advantages and returns.
         let groups: Vec<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
@@ -105,6 +108,7 @@ impl<'a> Experience<'a> {
             old_logprobs,
             ref_logprobs: reference.logprobs,
             importance_weights,
+            scores,
             token_rewards,
             groups,
             anchor,
@@ -119,13 +123,12 @@ impl<'a> Experience<'a> {
 impl RewardShaping {
     /// Rewards per token, `(B, T)`: scores, minus KL if it is part of the reward; and the KL coefficient of this batch, which is then
     /// adapted to the batch's KL.
-    fn rewards(&mut self, config: &RlConfig, rollouts: &[Rollout], kl: &Rows) -> (Rows, f64) {
-        let scores = self.scores(config, rollouts);
+    fn rewards(&mut self, config: &RlConfig, scores: &[f32], kl: &Rows) -> (Rows, f64) {
         let kl_coef = self.kl.kl_coef();
         let coef_in_reward = if config.kl_placement == KlPlacement::Reward { kl_coef } else { 0.0 };
         let kl_sums = kl.iter().map(|row| row.iter().map(|x| f64::from(*x)).sum::<f64>());
         self.kl.update(kl_sums.sum::<f64>() / kl.len().max(1) as f64, kl.len());
-        (token_rewards(&scores, kl, coef_in_reward as f32), kl_coef)
+        (token_rewards(scores, kl, coef_in_reward as f32), kl_coef)
     }
 
     /// The environment's scores minus penalties, divided by their running standard deviation and clipped where configured.

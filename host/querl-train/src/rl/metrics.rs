@@ -133,7 +133,8 @@ pub(super) fn batch_metrics(experience: &Experience<'_>, config: &RlConfig) -> M
     metrics.extend(summary("critic/rewards", &wide(&rewards)));
     metrics.extend(summary("critic/advantages", &wide(&experience.advantages.concat())));
     if config.algorithm.needs_groups() {
-        let share = share_without_spread(&rewards, &experience.groups, experience.anchor);
+        // Without KL, whose spread says nothing about the scores: as `rl.dynamic_sampling` compares them.
+        let share = share_without_spread(&experience.scores, &experience.groups, experience.anchor);
         metrics.insert("frac_reward_zero_std".into(), f64::from(share));
     }
     if config.n_samples >= 2 {

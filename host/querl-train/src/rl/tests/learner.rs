@@ -292,6 +292,27 @@ fn kl_in_the_loss_pulls_the_policy_back_to_the_reference() {
     }
 }
 
+/// Regression: with KL in the reward every group had spread from the second step on, whatever its scores.
+#[test]
+fn groups_without_spread_are_those_of_equal_scores_whatever_their_kl() {
+    let fixture = Fixture::new();
+    fixture.move_policy();
+    let config = RlConfig {
+        algorithm: RlAlgorithm::Grpo,
+        n_samples: 3,
+        kl_placement: KlPlacement::Reward,
+        kl_coef: 1.0,
+        ..config()
+    };
+    let task = fixture.task(&config);
+    let examples = fixture.rollouts(&config, 1).into_iter().map(|rollout| rollout.example).collect();
+    // The samples of two of four queries have equal scores.
+    let rollouts = fixture.scored(&config, examples, |index| if index < 6 { 0.5 } else { 0.1 * (index % 3) as f32 });
+    let experience = Learner::new(&task).unwrap().experience(&task, &rollouts, 1).unwrap();
+    assert!(experience.advantages[..6].concat().iter().any(|advantage| *advantage != 0.0), "KL has spread");
+    assert_eq!(batch_metrics(&experience, &config)["frac_reward_zero_std"], 0.5);
+}
+
 #[test]
 fn the_kl_coefficient_follows_its_target_and_scores_are_normalised() {
     let fixture = Fixture::new();
