@@ -8,8 +8,8 @@ use querl_faulty::{Answer, FaultyServer};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use support::Project;
 use support::results::files_below;
+use support::{Project, repository};
 
 /// The level of each topic.
 fn levels(plan: &Value) -> BTreeMap<String, String> {
@@ -29,6 +29,13 @@ fn before_any_stage_the_table_and_the_model_are_judged_and_nothing_is_written() 
     let plan = project.json(&["plan", "querl.toml"]);
     assert_eq!(plan["data"]["queries"]["n_texts"], 40, "{plan}");
     assert_eq!(plan["data"]["queries"]["language"], "Chinese", "{plan}");
+    assert_eq!(plan["data"]["passage_language"], "zh", "{plan}");
+    // Regression: titles, which are indexed, were not read.
+    let passages = repository().join("examples/fivedoctors/knowledge_base.jsonl");
+    let n_chars: Vec<usize> =
+        querl_data::read_passages(&passages).unwrap().iter().map(|one| one.full_text().chars().count()).collect();
+    let mean = n_chars.iter().sum::<usize>() as f64 / n_chars.len() as f64;
+    assert!((plan["data"]["passages"]["mean_chars"].as_f64().unwrap() - mean).abs() < 1e-6, "{plan}");
     let rows: Vec<u64> = plan["data"]["n_rows"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
     assert_eq!(rows.iter().sum::<u64>(), 40, "{plan}");
     let levels = levels(&plan);
@@ -56,7 +63,7 @@ fn after_the_data_stages_teacher_and_rewards_are_judged_and_the_run_is_unchanged
     assert!(quality("oracle") >= quality("raw").max(quality("teacher")), "{plan}");
     let rollout = &plan["rollout"];
     assert_eq!((rollout["policy"].as_str(), rollout["n_groups"].as_u64()), (Some("base"), Some(8)), "{plan}");
-    assert_eq!(rollout["n_samples"], 32, "{plan}");
+    assert_eq!(rollout["n_samples"], 16, "two of each query, where rl.n_samples is 1: {plan}");
     assert!(rollout["mean_reward"].is_number() || rollout["dropped_share"] == 1.0, "{plan}");
     let levels = levels(&plan);
     assert!(levels["base model"] == "bad" && !levels.contains_key("stages"), "{plan}");

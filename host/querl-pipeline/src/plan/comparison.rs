@@ -1,6 +1,6 @@
 //! Expected standard error of the final comparison on the test split, and the number of groups of test queries that a difference of 5 points needs.
 
-use super::advice::{Advice, Level};
+use super::advice::{Advice, Level, mean};
 use super::headroom::LookedUpRow;
 use querl_core::records::{Split, retrieval_quality};
 use serde::Serialize;
@@ -20,7 +20,7 @@ const WORST_CASE: f64 = std::f64::consts::FRAC_1_SQRT_2;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviationSource {
-    /// Differences of teacher and raw query on the validation split.
+    /// Differences of teacher and raw query on the validation split: see [`ComparisonFacts::deviation`].
     ValidationRows,
     /// The worst case of an uncorrelated pair: two independent coin flips.
     WorstCase,
@@ -31,7 +31,8 @@ pub enum DeviationSource {
 pub struct ComparisonFacts {
     /// Number of query groups of the test split; paraphrases of one query form one group.
     pub n_test_groups: usize,
-    /// Standard deviation, over groups, of the difference of two systems.
+    /// Standard deviation, over groups, of the difference of two systems: that of teacher and raw query, or of a policy half-way between
+    /// them if it is larger, at most the worst case.
     pub deviation: f64,
     /// Source of the standard deviation.
     pub source: DeviationSource,
@@ -46,7 +47,7 @@ pub struct ComparisonFacts {
 impl ComparisonFacts {
     pub(super) fn of(n_test_groups: usize, rows: &[LookedUpRow]) -> Self {
         let differences = differences(rows);
-        let known = standard_deviation(&differences).filter(|_| differences.len() >= MIN_GROUPS);
+        let known = deviation_of(&differences).filter(|_| differences.len() >= MIN_GROUPS);
         // Equal on every row: the deviation for systems that differ is unknown.
         let (deviation, source) = match known.filter(|deviation| *deviation > 0.0) {
             Some(deviation) => (deviation, DeviationSource::ValidationRows),
@@ -90,11 +91,11 @@ impl ComparisonFacts {
     }
 }
 
-/// Mean difference of teacher and raw query in each group: of top-1 if gold passages are known, else of the retrieval quality.
-fn differences(rows: &[LookedUpRow]) -> Vec<f64> {
+/// Differences of teacher and raw query on the rows of each group: of top-1 if gold passages are known, else of the retrieval quality.
+fn differences(rows: &[LookedUpRow]) -> Vec<Vec<f64>> {
     let val = || rows.iter().filter(|row| row.split == Split::Val);
     let has_gold = val().any(|row| !row.gold_ids.is_empty());
-    let mut groups: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
+    let mut groups: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
     for row in val().filter(|row| !has_gold || !row.gold_ids.is_empty()) {
         let top1 = |hits: &[querl_core::records::Hit]| {
             f64::from(hits.first().is_some_and(|hit| row.gold_ids.contains(&hit.id)))
@@ -103,10 +104,21 @@ fn differences(rows: &[LookedUpRow]) -> Vec<f64> {
             true => top1(&row.teacher.hits) - top1(&row.raw.hits),
             false => retrieval_quality(&row.teacher.hits) - retrieval_quality(&row.raw.hits),
         };
-        let (sum, n) = groups.entry(&row.group).or_default();
-        (*sum, *n) = (*sum + difference, *n + 1.0);
+        groups.entry(&row.group).or_default().push(difference);
     }
-    groups.into_values().map(|(sum, n)| sum / n).collect()
+    groups.into_values().collect()
+}
+
+/// Standard deviation `s` of the mean differences of the groups, which is 0 for a teacher that always wins, but at least that of a policy
+/// half-way between teacher and raw query: one that retrieves on each row what either does, each with probability 0.5. Its variance is
+/// `(s^2 + mean over groups of sum(d^2) / n^2) / 4` for the differences `d` of the `n` rows of a group. For groups of one row and a
+/// teacher that never loses this is `p (1 - p)`, where `p` is half of the teacher's mean gain. At most the worst case.
+fn deviation_of(groups: &[Vec<f64>]) -> Option<f64> {
+    let means: Vec<f64> = groups.iter().filter_map(|group| mean(group.iter().copied())).collect();
+    let measured = standard_deviation(&means)?;
+    let within = |group: &Vec<f64>| group.iter().map(|d| d * d).sum::<f64>() / (group.len() as f64).powi(2);
+    let half_way = 0.5 * (measured.powi(2) + mean(groups.iter().map(within))?).sqrt();
+    Some(measured.max(half_way).min(WORST_CASE))
 }
 
 /// Sample standard deviation (divisor n - 1); `None` for fewer than two values.
@@ -167,6 +179,21 @@ mod tests {
     #[test]
     fn paraphrases_count_once() {
         let rows = [row("a", false, true), row("a", false, true), row("b", true, true)];
-        assert_eq!(differences(&rows), [1.0, 0.0]);
+        assert_eq!(differences(&rows), [vec![1.0, 1.0], vec![0.0]]);
+    }
+
+    /// Symptom: where the teacher won nearly every row, 2.7 points were expected and 4.3 to 5.9 found. The variance of a coin flip is 1/4,
+    /// and that of the mean of two 1/8.
+    #[test]
+    fn a_teacher_that_always_wins_does_not_make_policies_certain() {
+        let groups = ["a", "b", "c", "d", "e", "f", "g", "h"];
+        let single = ComparisonFacts::of(100, &groups.map(|group| row(group, false, true)));
+        assert_eq!((single.source, single.deviation), (DeviationSource::ValidationRows, 0.5));
+        let pairs = ComparisonFacts::of(100, &groups.map(|group| [(); 2].map(|()| row(group, false, true))).concat());
+        assert!((pairs.deviation - 0.125_f64.sqrt()).abs() < 1e-12, "{pairs:?}");
+        // Differences of 1 and -1 in turn, whose sample deviation is above 1.
+        let opposed: Vec<LookedUpRow> =
+            groups.iter().enumerate().map(|(index, group)| row(group, index % 2 == 0, index % 2 == 1)).collect();
+        assert_eq!(ComparisonFacts::of(100, &opposed).deviation, WORST_CASE);
     }
 }

@@ -1,6 +1,7 @@
 //! Number, size and language of queries and passages.
 
 use super::advice::{Advice, Level, percent, share};
+use querl_core::config::Language;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -137,6 +138,8 @@ pub struct DataFacts {
     pub queries: TextFacts,
     /// Size and scripts of the passages; `None` if the passages are not known.
     pub passages: Option<TextFacts>,
+    /// Language of the passages of an embedded index, configured or detected (`retrieval.language`).
+    pub passage_language: Option<Language>,
     /// Number of queries whose gold passages are known.
     pub n_with_gold: usize,
     /// Number of queries with a history summary.
@@ -154,15 +157,17 @@ impl DataFacts {
     pub fn advice(&self) -> Advice {
         let [train, val, test] = self.n_rows;
         let passages = self.passages.as_ref().map(|passages| format!("; {}", passages.brief("passages")));
+        let language = self.passage_language.map(|language| format!(", language {language:?}").to_lowercase());
         let source = if self.n_targets.is_some() { "" } else { " (expected)" };
         let history = match self.n_with_history {
             0 => String::new(),
             n => format!(", {n} ({}) with a history", percent(share(n, self.queries.n_texts))),
         };
         let finding = format!(
-            "{}{}; {train} train, {val} val, {test} test rows{source}, {} queries with gold passages{history}",
+            "{}{}{}; {train} train, {val} val, {test} test rows{source}, {} queries with gold passages{history}",
             self.queries.brief("queries"),
             passages.unwrap_or_default(),
+            language.unwrap_or_default(),
             self.n_with_gold
         );
         let n_train = self.n_targets.unwrap_or(train);
@@ -213,6 +218,7 @@ mod tests {
         DataFacts {
             queries: TextFacts::of([query]),
             passages: Some(TextFacts::of([passage])),
+            passage_language: Some(Language::En),
             n_with_gold,
             n_with_history: 0,
             n_rows: [n_train, 40, 40],
@@ -241,7 +247,7 @@ mod tests {
         assert!(filtered.finding.ends_with(", 9 queries with gold passages, 1 (100 %) with a history"), "{filtered:?}");
         let text = of(facts("query", "passage", 500, 9)).finding;
         let expected = "1 queries of 5 characters on average, Latin script (100 % of letters); 1 passages of 7 characters on average, Latin \
-                        script (100 % of letters); 500 train, 40 val, 40 test rows, 9 queries with gold passages";
+                        script (100 % of letters), language en; 500 train, 40 val, 40 test rows, 9 queries with gold passages";
         assert_eq!(text, expected);
     }
 }

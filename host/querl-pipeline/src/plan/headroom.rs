@@ -101,6 +101,9 @@ pub struct TeacherHeadroom {
     /// Whether the win rate is meaningful: without a reranker or lexicon, scores of hits only count shared words.
     #[serde(skip)]
     has_win_rate: bool,
+    /// Whether `eval.systems` has `with_history`.
+    #[serde(skip)]
+    pub(super) evaluates_history: bool,
 }
 
 impl TeacherHeadroom {
@@ -109,7 +112,8 @@ impl TeacherHeadroom {
             let rows: Vec<&LookedUpRow> = rows.iter().filter(|row| row.split == split).collect();
             (!rows.is_empty()).then(|| SplitHeadroom::of(split, &rows))
         };
-        Self { splits: [Split::Train, Split::Val].into_iter().filter_map(of_split).collect(), n_failed, has_win_rate }
+        let splits = [Split::Train, Split::Val].into_iter().filter_map(of_split).collect();
+        Self { splits, n_failed, has_win_rate, evaluates_history: false }
     }
 
     /// The headroom of the teacher as advice in words, by the figures of train, or of val if there are none of train.
@@ -153,6 +157,11 @@ impl TeacherHeadroom {
             (
                 Level::Weak,
                 "the raw query often retrieves more than the teacher: drop these rewrites by a filter, or set data.rewrite_form = \"edit\", which keeps the query there",
+            )
+        } else if history_gains && self.evaluates_history {
+            (
+                Level::Weak,
+                "query and history together retrieve more than the query, without training: RL must gain more than this rule",
             )
         } else if history_gains {
             (
@@ -450,9 +459,14 @@ mod tests {
         let expected = "top-1 of the raw query 0 %, query with history 25 % (no significant gain), teacher 100 %";
         assert!(one.level == Level::Ok && one.finding.contains(expected), "{one:?}");
         rows[1..3].iter_mut().for_each(|row| row.with_history = Some(hits(&["g"], 0.9)));
-        let three = TeacherHeadroom::of(&rows, 0, true).advice();
+        let mut headroom = TeacherHeadroom::of(&rows, 0, true);
+        let three = headroom.advice();
         assert!(three.finding.contains("query with history 75 % (a significant gain)"), "{three:?}");
         assert!(three.level == Level::Weak && three.action.contains("eval.systems"), "{three:?}");
+        // Symptom: the advice was to add a system that was there.
+        headroom.evaluates_history = true;
+        let there = headroom.advice().action;
+        assert!(there.ends_with("RL must gain more than this rule"), "{there}");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::ledger::{Inputs, Ledger, StageName, rows_of};
 use querl_core::config::{Config, RetrievalKind};
 use querl_core::records::{DatasetRow, QueryRow, Split, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{RowSplits, Rows, open_queries, read_passages};
+use querl_data::{Passage, RowSplits, Rows, open_queries, read_passages, retrieval_language};
 use std::collections::HashSet;
 
 /// Queries, splits, rewrites and passages for a plan.
@@ -16,7 +16,7 @@ pub(super) struct PlanInputs {
     pub splits: Option<[Vec<DatasetRow>; 3]>,
     /// Teacher rewrites with their hits; empty before the data stages are finished.
     pub validated: Vec<ValidatedRecord>,
-    /// Texts of the knowledge base, or of the passages that the teacher's rewrites retrieved.
+    /// Titles and texts of the knowledge base, or texts of the passages that the teacher's rewrites retrieved.
     pub passages: Vec<String>,
     /// Number of rows of train, val and test: counted, or computed from the configured shares.
     pub n_rows: [usize; 3],
@@ -75,11 +75,13 @@ impl PlanInputs {
         Ok(Self { queries, splits: None, validated: Vec::new(), passages, n_rows, n_test_groups })
     }
 
-    pub(super) fn facts(&self) -> DataFacts {
+    pub(super) fn facts(&self, config: &Config) -> DataFacts {
         let passages = self.passages.iter().map(String::as_str);
+        let is_embedded = config.retrieval.kind == RetrievalKind::Embedded && !self.passages.is_empty();
         DataFacts {
             queries: TextFacts::of(self.queries.iter().map(|query| query.original_query.as_str())),
             passages: (!self.passages.is_empty()).then(|| TextFacts::of(passages)),
+            passage_language: is_embedded.then(|| retrieval_language(&config.retrieval)),
             n_with_gold: self.queries.iter().filter(|query| !query.gold_ids.is_empty()).count(),
             n_with_history: self.queries.iter().filter(|query| !query.history_summary.is_empty()).count(),
             n_rows: self.n_rows,
@@ -108,11 +110,11 @@ pub fn script_warning(config: &Config, queries: &dyn Rows<QueryRow>) -> anyhow::
     Ok(queries.script_mismatch(&passages))
 }
 
-/// The passages of the knowledge base; `None` if a service has them.
+/// Titles and texts of the passages of the knowledge base; `None` if a service has them.
 fn known_passages(config: &Config) -> anyhow::Result<Option<Vec<String>>> {
     match (config.retrieval.kind, &config.retrieval.knowledge_base) {
         (RetrievalKind::Embedded, Some(path)) => {
-            Ok(Some(read_passages(path)?.into_iter().map(|passage| passage.text).collect()))
+            Ok(Some(read_passages(path)?.iter().map(Passage::full_text).collect()))
         }
         _ => Ok(None),
     }

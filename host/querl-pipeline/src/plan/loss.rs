@@ -1,9 +1,11 @@
 //! Loss of the base model on the tenant's texts, compared with a unigram model: a base that does not know the language produces noise, and
 //! fine-tuning on a few hundred rows does not teach it the language.
 
-use super::advice::{Advice, Level};
+use super::advice::{Advice, Level, percent};
+use crate::stages::noise::equal_share;
 use anyhow::Context;
 use querl_core::config::{Config, RewriteForm};
+use querl_core::edits::KEEP;
 use querl_core::records::DatasetRow;
 use querl_model::{Decoder, PackedBatch, Pass, TextTokenizer, Weights};
 use serde::Serialize;
@@ -54,14 +56,15 @@ impl TextLoss {
         self.unigram_nats / self.n_tokens.max(1) as f64
     }
 
-    /// Nats per token above which a base is [`Level::Weak`], and [`Level::Bad`].
-    fn limits(&self) -> [f64; 2] {
-        let unigram = self.unigram_per_token();
+    /// Nats per token above which a base is [`Level::Weak`], and [`Level::Bad`]. If most texts are equal, the unigram model's loss is low
+    /// and no limit.
+    fn limits(&self, are_equal: bool) -> [f64; 2] {
+        let unigram = if are_equal { f64::INFINITY } else { self.unigram_per_token() };
         [WEAK_NATS.min(WEAK_UNIGRAM_SHARE * unigram), NOISE_NATS.min(UNIGRAM_SHARE * unigram)]
     }
 
-    fn level(&self) -> Level {
-        let ([weak, bad], nats) = (self.limits(), self.per_token());
+    fn level(&self, are_equal: bool) -> Level {
+        let ([weak, bad], nats) = (self.limits(are_equal), self.per_token());
         match nats > bad {
             true => Level::Bad,
             false if nats > weak => Level::Weak,
@@ -71,7 +74,7 @@ impl TextLoss {
 }
 
 /// Loss of the base model on rewrites and on passages.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LossFacts {
     /// Loss on the target rewrites, given their prompts; `None` before the data stages.
     pub targets: Option<TextLoss>,
@@ -79,15 +82,18 @@ pub struct LossFacts {
     pub passages: Option<TextLoss>,
     /// `data.rewrite_form`: whether the targets of SFT are edits of the query.
     pub rewrite_form: RewriteForm,
+    /// The most frequent target of SFT and its share of all; `None` below a half.
+    pub equal_targets: Option<(String, f64)>,
 }
 
 impl LossFacts {
     /// The loss as advice in words. The loss on the targets of SFT decides. If there are no rewrites yet, the loss on passages can be bad
     /// or weak, not ok: a base may have memorised the passages without being able to write a rewrite. Such a base may learn the form: it
-    /// is weak, not bad.
+    /// is weak, not bad. If most targets are equal, their share is the finding, and not the comparison with the unigram model.
     pub fn advice(&self) -> Advice {
-        let of = |what: &str, loss: &TextLoss| {
-            let [weak, bad] = loss.limits();
+        let are_equal = self.equal_targets.is_some();
+        let of = |what: &str, loss: &TextLoss, are_equal: bool| {
+            let [weak, bad] = loss.limits(are_equal);
             format!(
                 "loss {:.2} nats per token of {what} ({:.2} per character; token frequencies alone give {:.2}; weak above {weak:.2}, bad above {bad:.2})",
                 loss.per_token(),
@@ -95,18 +101,32 @@ impl LossFacts {
                 loss.unigram_per_token()
             )
         };
-        let found = [("rewrites", &self.targets), ("passages", &self.passages)];
-        let known: Vec<(&str, &TextLoss)> =
-            found.into_iter().filter_map(|(what, loss)| Some((what, loss.as_ref()?))).collect();
+        let targets = self.targets.as_ref().map(|loss| of("rewrites", loss, are_equal));
+        let passages = self.passages.as_ref().map(|loss| of("passages", loss, false));
         let form = match self.rewrite_form {
             RewriteForm::Full => "targets are full texts (data.rewrite_form = \"full\")",
             RewriteForm::Edit => "targets are edits of the query (data.rewrite_form = \"edit\")",
         };
-        let losses = known.iter().map(|(what, loss)| of(what, loss));
-        let finding: Vec<String> = losses.chain([form.to_owned()]).collect();
-        let [targets, passages] = [&self.targets, &self.passages].map(|loss| loss.as_ref().map(TextLoss::level));
-        let (level, action) = match (targets, passages) {
-            (None, None) => {
+        let finding: Vec<String> = targets.into_iter().chain(passages).chain([form.to_owned()]).collect();
+        let equal = self.equal_targets.as_ref().map(|(target, share)| match target.as_str() {
+            KEEP => format!(
+                "{} of the targets are `=`: the policy will learn to keep the query, and little can be gained",
+                percent(*share)
+            ),
+            _ => format!("{} of the targets are one text: the policy will learn to write it", percent(*share)),
+        });
+        let than = match &self.targets {
+            Some(loss) if loss.per_token() > loss.unigram_per_token() => "worse than",
+            _ => "hardly better than",
+        };
+        let undertrained = format!(
+            "undertrained: it knows the passages, and predicts the rewrites {than} token frequencies do; pretrain it for more epochs on \
+             conversations in the form of the prompt (`querl model corpus`, `querl model pretrain`), or take another base"
+        );
+        let targets = self.targets.as_ref().map(|loss| loss.level(are_equal));
+        let passages = self.passages.as_ref().map(|loss| loss.level(false));
+        let (level, action) = match (targets, passages, equal.as_deref()) {
+            (None, None, _) => {
                 let finding = format!("no rewrites and no passages are known yet; {form}");
                 return Advice::new(
                     "base model",
@@ -115,26 +135,23 @@ impl LossFacts {
                     "run `querl run CONFIG --to convert`, then plan again",
                 );
             }
-            (Some(Level::Bad), Some(Level::Ok)) => (
-                Level::Weak,
-                "undertrained: it knows the passages, and predicts the rewrites hardly better than token frequencies do; pretrain it for more \
-                 epochs on conversations in the form of the prompt (`querl model corpus`, `querl model pretrain`), or take another base",
-            ),
-            (Some(Level::Bad), _) | (None, Some(Level::Bad)) => (
+            (Some(Level::Bad), Some(Level::Ok), _) => (Level::Weak, undertrained.as_str()),
+            (Some(Level::Bad), _, _) | (None, Some(Level::Bad), _) => (
                 Level::Bad,
                 "the base model writes noise in this language: take another one, or pretrain one on these texts (`querl model pretrain`)",
             ),
-            (Some(Level::Weak), _) | (None, Some(Level::Weak)) => (
+            (Some(_), _, Some(equal)) => (Level::Weak, equal),
+            (Some(Level::Weak), _, _) | (None, Some(Level::Weak), _) => (
                 Level::Weak,
                 "undertrained on these texts: pretrain it for more epochs (`querl model pretrain`), take another base, or fine-tune with more rows \
                  and epochs",
             ),
-            (None, Some(_)) => (
+            (None, Some(_), _) => (
                 Level::Unknown,
                 "the base model knows the passages; whether it can write the rewrites is not known before the data stages: \
                  run `querl run CONFIG --to convert`, then plan again",
             ),
-            (Some(level), _) => (level, "nothing to do: the base model knows these texts"),
+            (Some(level), _, _) => (level, "nothing to do: the base model knows these texts"),
         };
         Advice::new("base model", level, finding.join("; "), action)
     }
@@ -199,7 +216,13 @@ pub(super) fn base_loss(config: &Config, rows: &[DatasetRow], passages: &[&str])
         let sequences: Vec<Sequence> = sequences.into_iter().filter(fits).collect();
         if sequences.is_empty() { Ok(None) } else { text_loss(&decoder, &sequences).map(Some) }
     };
-    Ok(LossFacts { targets: loss(targets)?, passages: loss(texts)?, rewrite_form: config.data.rewrite_form })
+    let equal_targets = equal_share(rows.iter().filter_map(DatasetRow::target));
+    Ok(LossFacts {
+        targets: loss(targets)?,
+        passages: loss(texts)?,
+        rewrite_form: config.data.rewrite_form,
+        equal_targets: equal_targets.map(|(target, share)| (target.to_owned(), share)),
+    })
 }
 
 fn text_loss(decoder: &Decoder, sequences: &[Sequence]) -> anyhow::Result<TextLoss> {
@@ -253,7 +276,9 @@ mod tests {
 
     #[test]
     fn a_base_that_is_noise_is_reported() {
-        let of = |targets, passages| LossFacts { targets, passages, rewrite_form: RewriteForm::Full }.advice();
+        let of = |targets, passages| {
+            LossFacts { targets, passages, rewrite_form: RewriteForm::Full, equal_targets: None }.advice()
+        };
         assert_eq!(of(Some(loss(5.6, 7.0)), Some(loss(5.2, 7.0))).level, Level::Bad);
         assert_eq!(of(None, Some(loss(3.0, 3.2))).level, Level::Bad, "no better than a unigram model");
         assert_eq!(of(None, Some(loss(4.0, 7.0))).level, Level::Weak);
@@ -269,14 +294,37 @@ mod tests {
     /// Regression: a base model that had memorised the passages was rated ok, whatever it wrote.
     #[test]
     fn the_loss_on_rewrites_decides_where_it_is_known() {
-        let rewrite_form = RewriteForm::Edit;
-        let of =
-            |targets, passages| LossFacts { targets: Some(targets), passages: Some(passages), rewrite_form }.advice();
+        let of = |targets, passages| {
+            let (targets, passages) = (Some(targets), Some(passages));
+            LossFacts { targets, passages, rewrite_form: RewriteForm::Edit, equal_targets: None }.advice()
+        };
         let undertrained = of(loss(5.6, 7.0), loss(2.0, 7.0));
         assert!(undertrained.level == Level::Weak);
         assert!(undertrained.action.starts_with("undertrained: it knows the passages"));
         assert!(undertrained.finding.ends_with("; targets are edits of the query (data.rewrite_form = \"edit\")"));
         assert_eq!(of(loss(3.4, 4.0), loss(1.0, 7.0)).level, Level::Weak, "0.85 of the unigram model's loss");
         assert_eq!(of(loss(2.0, 7.0), loss(5.2, 7.0)).level, Level::Ok);
+    }
+
+    /// Regression: where 91 % of the targets kept the query, a base that was worse than token frequencies was called hardly better, and
+    /// more pretraining was the advice.
+    #[test]
+    fn equal_targets_are_named_and_their_unigram_model_is_no_limit() {
+        let of = |nats: f64, equal: Option<(&str, f64)>| {
+            let equal_targets = equal.map(|(target, share)| (target.to_owned(), share));
+            let (targets, passages) = (Some(loss(nats, 0.6)), Some(loss(2.0, 7.0)));
+            LossFacts { targets, passages, rewrite_form: RewriteForm::Edit, equal_targets }.advice()
+        };
+        let keep = of(0.9, Some((KEEP, 0.91)));
+        let expected = "91 % of the targets are `=`: the policy will learn to keep the query, and little can be gained";
+        assert_eq!((keep.level, keep.action.as_str()), (Level::Weak, expected));
+        assert!(
+            keep.finding.contains("token frequencies alone give 0.60; weak above 3.50, bad above 4.50"),
+            "{keep:?}"
+        );
+        assert!(of(0.9, Some(("a", 0.5))).action.starts_with("50 % of the targets are one text"));
+        assert!(of(5.0, Some((KEEP, 0.91))).action.starts_with("undertrained"), "a base that is noise");
+        assert!(of(0.9, None).action.contains("predicts the rewrites worse than token frequencies do"));
+        assert!(of(0.58, None).action.contains("predicts the rewrites hardly better than token frequencies do"));
     }
 }

@@ -102,7 +102,7 @@ pub fn plan(
     let opens_plugins = has_dataset && has_model && !options.skip_rollout;
     // Opened first: an unbuilt plugin is reported before anything is computed.
     let run = opens_plugins.then(|| Run::open_for_scoring(config.clone(), config_path, reporter)).transpose()?;
-    let data = inputs.facts();
+    let data = inputs.facts(config);
     let tokenizer = has_model.then(|| tokenizer_facts(config, &inputs)).transpose()?;
     let base_model = match options.skip_model {
         true => None,
@@ -117,7 +117,11 @@ pub fn plan(
     let looked_up = look_up(config, &inputs, run.as_ref())?;
     let has_win_rate = win_rate_note(&config.retrieval).is_none();
     let rows = looked_up.as_ref().map(|found| found.rows.as_slice()).unwrap_or_default();
-    let teacher = looked_up.as_ref().map(|found| TeacherHeadroom::of(&found.rows, found.n_failed, has_win_rate));
+    let teacher = looked_up.as_ref().map(|found| {
+        let mut teacher = TeacherHeadroom::of(&found.rows, found.n_failed, has_win_rate);
+        teacher.evaluates_history = config.eval.systems.iter().any(|system| system == "with_history");
+        teacher
+    });
     let (retrieval, test) = (RetrievalHeadroom::of(rows), ComparisonFacts::of(inputs.n_test_groups, rows));
     let rollout = run.as_ref().filter(|_| !inputs.train().is_empty());
     let rollout = rollout.map(|run| rollout::trial_rollout(run, inputs.train())).transpose();
@@ -253,7 +257,7 @@ impl Plan {
 /// As [`plan`].
 pub fn summary(config: &Config) -> anyhow::Result<Vec<Advice>> {
     let inputs = PlanInputs::read(config, &RunDir::new(&config.output_dir))?;
-    let mut advice = vec![inputs.facts().advice()];
+    let mut advice = vec![inputs.facts(config).advice()];
     // The data stages need no model: it may be trained on their output later.
     advice.extend(tokenizer_facts(config, &inputs).ok().map(|facts| facts.advice()));
     advice.push(ComparisonFacts::of(inputs.n_test_groups, &[]).advice());

@@ -9,6 +9,7 @@ use crate::ledger::{Ledger, StageName, rows_of};
 use crate::run::Run;
 use crate::training::Base;
 use anyhow::Context;
+use querl_core::config::RlConfig;
 use querl_core::ports::PolicyResponse;
 use querl_core::records::{DatasetRow, Split};
 use querl_model::{
@@ -20,8 +21,8 @@ use std::collections::HashSet;
 
 /// Number of queries of the trial rollout.
 pub(super) const N_QUERIES: usize = 8;
-/// Number of samples per query of the trial rollout.
-pub(super) const N_SAMPLES: usize = 4;
+/// Maximum number of samples per query of the trial rollout.
+const MAX_SAMPLES: usize = 8;
 /// Name of the policy if fine-tuning is not finished.
 const BASE: &str = "base";
 /// Tolerance for equal totals.
@@ -171,7 +172,12 @@ pub(super) fn trial_rollout(run: &Run, train: &[DatasetRow]) -> anyhow::Result<R
     let rows: Vec<DatasetRow> = spread(train, N_QUERIES, |_| true).into_iter().cloned().collect();
     let (policy, responses) = sample(run, &rows)?;
     let groups = score(run, &rows, &responses)?;
-    Ok(RolloutFacts::of(policy, &groups, rows.len() * N_SAMPLES))
+    Ok(RolloutFacts::of(policy, &groups, rows.len() * n_samples(&run.config.rl)))
+}
+
+/// Number of samples per query: that of RL, but at least two, which have a variance.
+fn n_samples(config: &RlConfig) -> usize {
+    config.n_samples.clamp(2, MAX_SAMPLES)
 }
 
 /// Generates responses to each row.
@@ -191,10 +197,11 @@ fn sample(run: &Run, rows: &[DatasetRow]) -> anyhow::Result<(&'static str, Vec<V
     });
     let adapter = adapter.transpose()?;
     let prompts = rows.iter().map(|row| tokenizer.encode_prompt(row.prompt())).collect::<Result<Vec<Vec<u32>>, _>>()?;
+    let n = n_samples(&config.rl);
     let requests: Vec<GenerationRequest<'_>> = prompts
         .iter()
         .enumerate()
-        .map(|(index, prompt)| GenerationRequest { prompt, seed: config.seed.wrapping_add(index as u64), n: N_SAMPLES })
+        .map(|(index, prompt)| GenerationRequest { prompt, seed: config.seed.wrapping_add(index as u64), n })
         .collect();
     let sampling: SamplingSettings = rl::sampling(&config.rl);
     let mut engine = Engine::new(&decoder, EngineSettings::default())?;
@@ -278,6 +285,15 @@ fn is_repetitive(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const N_SAMPLES: usize = 4;
+
+    /// Regression: 4 samples were always taken, and more samples advised where 8 were set.
+    #[test]
+    fn queries_are_sampled_as_often_as_in_rl_within_limits() {
+        let of = |n| n_samples(&RlConfig { n_samples: n, ..RlConfig::default() });
+        assert_eq!([of(1), of(4), of(8), of(64)], [2, 4, 8, 8]);
+    }
 
     fn group(totals: &[f64]) -> SampledGroup {
         let (n_distinct, n_dropped) = (totals.len().max(1), N_SAMPLES - totals.len());

@@ -9,7 +9,7 @@ pub(crate) mod eval;
 pub mod funnel;
 pub(crate) mod imported_stage;
 pub mod leaks;
-mod noise;
+pub(crate) mod noise;
 mod previous;
 mod rewrite;
 mod rl;

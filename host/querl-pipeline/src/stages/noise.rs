@@ -44,13 +44,15 @@ pub(super) fn unigram_loss(train: &[Example], val: &[Example]) -> Option<f64> {
     (!nats.is_empty()).then(|| nats.iter().sum::<f64>() / nats.len() as f64)
 }
 
-/// Share of the most frequent response among `train`; `None` below a half. A high share, such as of the edit `=` that keeps the query,
-/// makes the loss of the unigram model low.
-pub(super) fn equal_share(train: &[Example]) -> Option<f64> {
-    let mut counts: BTreeMap<&[u32], usize> = BTreeMap::new();
-    train.iter().for_each(|row| *counts.entry(&row.response).or_default() += 1);
-    let share = *counts.values().max()? as f64 / train.len() as f64;
-    (share >= 0.5).then_some(share)
+/// The most frequent target and its share of all; `None` below a half. A high share, such as of the edit `=` that keeps the query, makes
+/// the loss of the unigram model low.
+pub(crate) fn equal_share<T: Ord>(targets: impl IntoIterator<Item = T>) -> Option<(T, f64)> {
+    let mut counts: BTreeMap<T, usize> = BTreeMap::new();
+    targets.into_iter().for_each(|target| *counts.entry(target).or_default() += 1);
+    let n_targets: usize = counts.values().sum();
+    let (target, count) = counts.into_iter().max_by_key(|(_, count)| *count)?;
+    let share = count as f64 / n_targets as f64;
+    (share >= 0.5).then_some((target, share))
 }
 
 fn tokens(rows: &[Example]) -> impl Iterator<Item = u32> {
@@ -150,8 +152,9 @@ mod tests {
     #[test]
     fn few_steps_and_equal_targets_are_named_before_the_base_model() {
         let keep = [row(&[1]), row(&[1]), row(&[1]), row(&[2, 3])];
-        assert_eq!((equal_share(&keep), equal_share(&keep[2..]), equal_share(&[])), (Some(0.75), Some(0.5), None));
-        assert_eq!(equal_share(&[row(&[1]), row(&[2]), row(&[3])]), None);
+        let share = |rows: &[Example]| equal_share(rows.iter().map(|row| &row.response)).map(|(_, share)| share);
+        assert_eq!((share(&keep), share(&keep[2..]), share(&[])), (Some(0.75), Some(0.5), None));
+        assert_eq!(share(&[row(&[1]), row(&[2]), row(&[3])]), None);
         let of = |steps: u64| {
             let mut facts = Facts::default();
             facts

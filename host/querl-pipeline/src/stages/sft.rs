@@ -80,7 +80,7 @@ impl Stage for Sft {
         facts.add("rows", job.train.len()).add("steps", summary.n_steps).add("answer tokens", summary.n_tokens);
         facts.add("train loss", summary.train_loss).add(noise::EVAL_LOSS, summary.best_val_loss);
         facts.add(noise::UNIGRAM_LOSS, noise::unigram_loss(&job.train, &job.val));
-        if let Some(share) = noise::equal_share(&job.train) {
+        if let Some((_, share)) = noise::equal_share(job.train.iter().map(|row| &row.response)) {
             facts.add(noise::EQUAL_TARGETS, share);
         }
         facts.add("best step", summary.best_step);
