@@ -93,7 +93,8 @@ fn algorithm(language: Language) -> Option<Algorithm> {
     })
 }
 
-/// Splits a lower-case text into stemmed words without accents and punctuation, also at `:` and `_` between letters. `chinese` splits runs of Chinese characters.
+/// Splits a lower-case text into stemmed words without accents and punctuation, also at `:` and `_` between letters. `chinese` splits runs
+/// of Chinese characters.
 pub(crate) fn spaced_words(text: &str, language: Language, chinese: impl Fn(&str) -> Vec<String>) -> Vec<String> {
     let stemmer = algorithm(language).map(Stemmer::create);
     let mut words = Vec::new();
