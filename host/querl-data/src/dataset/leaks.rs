@@ -15,8 +15,9 @@ use crate::dataset::splits::RowSplits;
 use crate::error::DataError;
 use crate::text::{hash_of, normalise};
 use querl_core::records::{DatasetRow, QueryRow, Split};
+use querl_core::text::printable;
 use serde::Serialize;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 /// Maximum number of leaks that are listed for a split; the counts include all.
@@ -24,6 +25,8 @@ pub(super) const MAX_LISTED: usize = 100;
 
 /// Maximum length of a query in a sentence.
 const EXCERPT_CHARS: usize = 40;
+/// Maximum length of a profile or history in a sentence.
+const CONTEXT_BYTES: usize = 120;
 
 /// Number of rows between calls of the progress callback `watch`, which also checks for interrupts.
 const PROGRESS_ROWS: u64 = 1024;
@@ -54,6 +57,9 @@ pub struct Leak {
     pub train_row: usize,
     /// Query of the training row.
     pub train_query: String,
+    /// Histories or profiles of the held-out and the training row if they differ after equal queries, and whether the gold ids differ.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub difference: String,
     /// Similarity of the two rows: 1 if they are equal up to width, case, space and punctuation, otherwise at most 0.99.
     pub similarity: f64,
 }
@@ -126,6 +132,10 @@ struct HeldOutRow {
     split: usize,
     row: usize,
     query: String,
+    /// Excerpts of profile and history.
+    context: [String; 2],
+    /// Hash of the gold ids; `None` if they are unknown.
+    gold: Option<u64>,
     shingles: Shingles,
     leak: Option<Leak>,
     same_query: Option<Leak>,
@@ -134,13 +144,41 @@ struct HeldOutRow {
 impl HeldOutRow {
     fn new(split: usize, row: QueryRow, contexts: &mut Contexts) -> Self {
         let shingles = Shingles::of(&row, contexts);
-        Self { split, row: row.row, query: row.original_query, shingles, leak: None, same_query: None }
+        let (context, gold) = (context_excerpts(&row), gold_hash(&row));
+        Self { split, row: row.row, query: row.original_query, context, gold, shingles, leak: None, same_query: None }
     }
 
-    fn pair_with(&self, train: &QueryRow, similarity: f64) -> Leak {
+    fn pair_with(&self, train: &QueryRow, shingles: &Shingles, similarity: f64) -> Leak {
         let (query, train_query) = (self.query.clone(), train.original_query.clone());
-        Leak { row: self.row, query, train_row: train.row, train_query, similarity }
+        let difference = self.difference(train, shingles);
+        Leak { row: self.row, query, train_row: train.row, train_query, difference, similarity }
     }
+
+    fn difference(&self, train: &QueryRow, shingles: &Shingles) -> String {
+        let mut difference = String::new();
+        if self.shingles.query_text == shingles.query_text && self.shingles.text != shingles.text {
+            let [profile, history] = &self.context;
+            let [train_profile, train_history] = &context_excerpts(train);
+            // Excerpts may be equal where the texts are not.
+            difference = match history == train_history && (profile != train_profile || history.is_empty()) {
+                true => format!(" with the profiles `{profile}` and `{train_profile}`"),
+                false => format!(" after the histories `{history}` and `{train_history}`"),
+            };
+        }
+        if self.gold.zip(gold_hash(train)).is_some_and(|(gold, train_gold)| gold != train_gold) {
+            difference.push_str(", with other gold ids");
+        }
+        difference
+    }
+}
+
+fn context_excerpts(row: &QueryRow) -> [String; 2] {
+    [&row.user_profile, &row.history_summary].map(|text| printable(text, CONTEXT_BYTES))
+}
+
+fn gold_hash(row: &QueryRow) -> Option<u64> {
+    let ids: BTreeSet<&String> = row.gold_ids.iter().collect();
+    (!ids.is_empty()).then(|| hash_of(&ids))
 }
 
 struct LeakSearch {
@@ -170,14 +208,14 @@ impl LeakSearch {
             }
             let similarity = shingles.similarity(&held.shingles, self.least_similarity);
             if similarity >= self.least_similarity {
-                held.leak = Some(held.pair_with(train, similarity));
+                held.leak = Some(held.pair_with(train, &shingles, similarity));
                 self.candidates.retire(|index| self.held[index as usize].leak.is_none());
             }
         }
         for index in self.queries.remove(&shingles.query_text).unwrap_or_default() {
             let held = &mut self.held[index as usize];
             let similarity = shingles.similarity(&held.shingles, 0.0);
-            held.same_query = Some(held.pair_with(train, similarity));
+            held.same_query = Some(held.pair_with(train, &shingles, similarity));
         }
     }
 
@@ -218,8 +256,8 @@ impl Leaks {
 
 impl Leak {
     fn pair(&self) -> String {
-        let Self { row, query, train_row, train_query, .. } = self;
-        format!("row {row} `{}` is like row {train_row} `{}`", shown(query), shown(train_query))
+        let Self { row, query, train_row, train_query, difference, .. } = self;
+        format!("row {row} `{}` is like row {train_row} `{}`{difference}", shown(query), shown(train_query))
     }
 }
 

@@ -185,8 +185,25 @@ fn equal_queries_after_another_history_are_counted_separately() {
     let leaks = found(&train, &test, 0.8);
     assert_eq!((leaks.n_leaked, leaks.n_same_query), (1, 1), "a leak is not counted twice");
     let expected = "1 of 3 rows of test have the query of a row of train, with another profile or history, and are not leaks: \
-                    row 2 `鱼油怎么吃` is like row 2 `鱼油怎么吃？`";
+                    row 2 `鱼油怎么吃` is like row 2 `鱼油怎么吃？` after the histories `咨询益生菌` and `问过鱼油`";
     assert_eq!(leaks.same_query_sentence(Split::Test).unwrap(), expected);
+}
+
+/// Symptom: of two equal queries with similar histories only the queries were shown, with a similarity below 1.
+#[test]
+fn equal_queries_are_shown_with_the_context_that_differs() {
+    let mut train = rows(&[("多少钱", "用户问过深海鱼油软胶囊的价格")]);
+    let mut test = rows(&[("多少钱？", "用户问过深海鱼油软胶囊的价钱")]);
+    (train[0].gold_ids, test[0].gold_ids) = (vec!["p1".into()], vec!["p2".into()]);
+    // 12 of 14 character bigrams.
+    let expected = "1 of 1 rows of test are in train or nearly equal to a row of it: row 2 `多少钱？` is like row 2 `多少钱` after the \
+                    histories `用户问过深海鱼油软胶囊的价钱` and `用户问过深海鱼油软胶囊的价格`, with other gold ids (similarity 0.86)";
+    assert_eq!(found(&train, &test, 0.8).sentence(Split::Test).unwrap(), expected);
+    test[0].history_summary = train[0].history_summary.clone();
+    test[0].gold_ids = train[0].gold_ids.clone();
+    (train[0].user_profile, test[0].user_profile) = ("甲".into(), "乙".into());
+    let sentence = found(&train, &test, 0.8).sentence(Split::Test).unwrap();
+    assert!(sentence.ends_with("row 2 `多少钱` with the profiles `乙` and `甲` (similarity 0.87)"), "{sentence}");
 }
 
 #[test]

@@ -145,7 +145,7 @@ fn the_index_format_matches_how_texts_are_indexed() {
         seen.push_str(&format!("{:?} {traits}\n", segmenter.tokens(&crate::text::fold(text))));
     }
     let digest = "1e76e2030a3e4e2cc22dc44d8e9f85e47221a3895b950e4ce0e659eb1d307a8e";
-    assert_eq!(INDEX_VERSION, 5);
+    assert_eq!(INDEX_VERSION, 6);
     assert!(FORM.starts_with(&format!("querl index {INDEX_VERSION}; ")), "{FORM}");
     assert_eq!(querl_core::fsx::digest_hex(seen.as_bytes()), digest, "{seen}");
 }

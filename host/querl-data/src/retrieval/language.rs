@@ -93,7 +93,8 @@ fn algorithm(language: Language) -> Option<Algorithm> {
     })
 }
 
-/// Splits a lower-case text into stemmed words without accents and punctuation. `chinese` splits runs of Chinese characters.
+/// Splits a lower-case text into stemmed words without accents and punctuation, also at `:` and `_` between letters. `chinese` splits runs
+/// of Chinese characters.
 pub(crate) fn spaced_words(text: &str, language: Language, chinese: impl Fn(&str) -> Vec<String>) -> Vec<String> {
     let stemmer = algorithm(language).map(Stemmer::create);
     let mut words = Vec::new();
@@ -105,11 +106,25 @@ pub(crate) fn spaced_words(text: &str, language: Language, chinese: impl Fn(&str
         if in_run {
             words.extend(chinese(run));
         } else {
-            words.extend(run.unicode_words().map(|word| stem(word, stemmer.as_ref())));
+            words.extend(run.unicode_words().flat_map(parts).map(|word| stem(word, stemmer.as_ref())));
         }
         rest = others;
     }
     words
+}
+
+/// Splits a word of UAX 29 at `:` and `_` between letters, so that `bürger:innen` has the word `bürger`.
+fn parts(word: &str) -> Vec<&str> {
+    let is_letter = |character: Option<char>| character.is_some_and(char::is_alphabetic);
+    let (mut parts, mut start) = (Vec::new(), 0);
+    for (at, _) in word.match_indices([':', '_']) {
+        if is_letter(word[..at].chars().next_back()) && is_letter(word[at + 1..].chars().next()) {
+            parts.push(&word[start..at]);
+            start = at + 1;
+        }
+    }
+    parts.push(&word[start..]);
+    parts
 }
 
 fn stem(word: &str, stemmer: Option<&Stemmer>) -> String {
@@ -168,5 +183,17 @@ mod tests {
         assert_eq!(words("größe", Language::Other), ["große"]);
         assert_eq!(words("kettle 水壶 boils", Language::En), ["kettl", "水壶", "boil"]);
         assert_eq!(words("", Language::En), Vec::<String>::new());
+    }
+
+    /// Symptom: the query `Bürger` did not find `Bürger:innen`, which was one word.
+    #[test]
+    fn words_are_split_at_colon_and_underscore_between_letters() {
+        let words = |text, language| spaced_words(text, language, |run| vec![run.to_owned()]);
+        for text in ["bürger:innen", "bürger_innen", "bürger*innen"] {
+            assert_eq!(words(text, Language::Other), ["burger", "innen"], "{text}");
+            assert_eq!(words(text, Language::De)[0], words("bürger", Language::De)[0], "{text}");
+        }
+        assert_eq!(words("snake_case_name", Language::Other), ["snake", "case", "name"]);
+        assert_eq!(words("10:30 10_000 v1_2", Language::Other), ["10", "30", "10_000", "v1_2"]);
     }
 }

@@ -2,11 +2,11 @@
 
 use crate::error::DataError;
 use chardetng::{EncodingDetector, Iso2022JpDetection, Utf8Detection};
-use encoding_rs::{BIG5, Decoder, DecoderResult, EUC_KR, Encoding, GB18030, SHIFT_JIS, UTF_8, UTF_16LE};
+use encoding_rs::{BIG5, Decoder, DecoderResult, EUC_KR, Encoding, GB18030, SHIFT_JIS, UTF_8, UTF_16LE, WINDOWS_1252};
 use querl_core::text::printable;
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{self, Read, Seek};
+use std::io::{self, BufReader, Read, Seek};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -50,7 +50,8 @@ impl TextEncoding {
 /// valid UTF-8 with a probability of about one in eight.
 const UTF8_EVIDENCE_CHARS: usize = 16;
 
-/// Detects the encoding by the byte order mark, else UTF-8 if the whole file is valid, else an East Asian encoding as a guess.
+/// Detects the encoding by the byte order mark, else UTF-8 if the whole file is valid, else an East Asian encoding or windows-1252 as a
+/// guess.
 pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
     let unreadable = |error: io::Error| DataError::read(path, error);
     let marked = byte_order_mark(path).map_err(unreadable)?;
@@ -74,6 +75,9 @@ pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
         None => {
             let guess = guess(path).map_err(unreadable)?;
             match first_error(path, guess).map_err(unreadable)? {
+                None if guess == TextEncoding::Guessed(GB18030) && is_western(path).map_err(unreadable)? => {
+                    Ok(TextEncoding::Guessed(WINDOWS_1252))
+                }
                 None => Ok(guess),
                 Some(other) => damaged(
                     &format!("UTF-8 or {}", guess.name()),
@@ -98,7 +102,7 @@ const GUESSED_BYTES: u64 = 1 << 20;
 const GUESS_EVIDENCE_BYTES: usize = 64;
 
 /// Guesses the encoding of a text that is not UTF-8. Most texts are valid in several of these encodings. Encodings of one byte a character
-/// are not among them, since any text is valid in them; nor is EUC-JP, for which symbols in GB18030 are taken.
+/// are not among them, since any text is valid in them (but see [`is_western`]); nor is EUC-JP, for which symbols in GB18030 are taken.
 fn guess(path: &Path) -> io::Result<TextEncoding> {
     let mut start = Vec::new();
     File::open(path)?.take(GUESSED_BYTES).read_to_end(&mut start)?;
@@ -109,6 +113,39 @@ fn guess(path: &Path) -> io::Result<TextEncoding> {
     let guess = detector.guess(None, Utf8Detection::Deny);
     let is_other = n_evidence >= GUESS_EVIDENCE_BYTES && [BIG5, EUC_KR, SHIFT_JIS].contains(&guess);
     Ok(TextEncoding::Guessed(if is_other { guess } else { GB18030 }))
+}
+
+/// Whether every run of bytes outside ASCII in a file that is valid GB18030 is part of a word of a Western European language in
+/// windows-1252. In GB18030 the runs of common Chinese characters have two bytes or more, the first of them a symbol or a capital letter.
+fn is_western(path: &Path) -> io::Result<bool> {
+    let (mut before, mut run) = (b' ', Vec::new());
+    for byte in BufReader::new(File::open(path)?).bytes() {
+        let byte = byte?;
+        if byte.is_ascii() {
+            if !run.is_empty() && !is_western_run(before, &run, byte) {
+                return Ok(false);
+            }
+            run.clear();
+            before = byte;
+        } else if run.len() == MAX_WESTERN_RUN {
+            return Ok(false);
+        } else {
+            run.push(byte);
+        }
+    }
+    Ok(run.is_empty() || is_western_run(before, &run, b' '))
+}
+
+/// "öß" in `Größe`, "éé" in `créées`.
+const MAX_WESTERN_RUN: usize = 2;
+
+/// Whether bytes next to an ASCII letter are letters with accents and ligatures in windows-1252, without those of Icelandic and `ÿ`. A
+/// capital letter must be the only one of its run, and not follow a small one.
+fn is_western_run(before: u8, run: &[u8], after: u8) -> bool {
+    let is_small = |byte: &u8| matches!(byte, 0xdf..=0xef | 0xf1..=0xf6 | 0xf8..=0xfc);
+    let is_capital = |byte: u8| matches!(byte, 0xc0..=0xcf | 0xd1..=0xd6 | 0xd8..=0xdc);
+    let is_word = run.iter().all(is_small) || (run.len() == 1 && is_capital(run[0]) && !before.is_ascii_lowercase());
+    is_word && (before.is_ascii_alphabetic() || after.is_ascii_alphabetic())
 }
 
 /// Position of the first byte that is invalid in an encoding.
@@ -183,7 +220,19 @@ fn read_text_up_to(path: &Path, max_bytes: u64) -> Result<String, DataError> {
 }
 
 /// Maximum length of a decoded text in a message.
-pub(super) const SHOWN_BYTES: usize = 90;
+const SHOWN_BYTES: usize = 90;
+/// Length of the text before the first character outside ASCII in a message, in bytes.
+const LEAD_BYTES: usize = 30;
+
+/// An excerpt of a decoded text for a message, from shortly before its first character outside ASCII.
+pub(super) fn decoded_excerpt(text: &str) -> String {
+    let first = text.find(|character: char| !character.is_ascii()).unwrap_or(0);
+    // The text before `first` is ASCII.
+    match first.saturating_sub(LEAD_BYTES) {
+        0 => printable(text, SHOWN_BYTES),
+        start => format!("…{}", printable(&text[start..], SHOWN_BYTES)),
+    }
+}
 
 /// Warns, once for each file, that its encoding is a guess, with the first of `texts` that is not ASCII. Returns true if there is one.
 pub(crate) fn warn_of_guess<'t>(path: &Path, encoding: TextEncoding, mut texts: impl Iterator<Item = &'t str>) -> bool {
@@ -192,7 +241,7 @@ pub(crate) fn warn_of_guess<'t>(path: &Path, encoding: TextEncoding, mut texts: 
     if let Some(text) = text
         && WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(path.to_owned())
     {
-        let (path, name, text) = (path.display(), encoding.name(), printable(text, SHOWN_BYTES));
+        let (path, name, text) = (path.display(), encoding.name(), decoded_excerpt(text));
         tracing::warn!("{path}: read as {name}, a guess: `{text}`; save it as UTF-8 if this text is not right");
     }
     text.is_some()
@@ -323,6 +372,34 @@ mod tests {
         let warns = |encoding, text: &str| warn_of_guess(Path::new("a.txt"), encoding, text.lines());
         assert!(warns(TextEncoding::Guessed(BIG5), "p1\n洗衣機"));
         assert!(!warns(TextEncoding::Guessed(BIG5), "p1") && !warns(TextEncoding::Utf8, "洗衣機"));
+    }
+
+    /// Symptom: a table of German Excel that is valid GB18030 was read as `Geb黨ren f黵 F黨rerscheine`.
+    #[test]
+    fn western_words_that_are_valid_gb18030_are_windows_1252() {
+        let german = "id,text\na,Die Gebühren für Führerscheine\nb,Öffnungszeiten und Größe der ÄMTER\n";
+        for text in [german, "a,Les fenêtres créées près du château\n"] {
+            let bytes = WINDOWS_1252.encode(text).0;
+            assert!(GB18030.decode_without_bom_handling_and_without_replacement(&bytes).is_some());
+            assert_eq!(read(&bytes), Ok((TextEncoding::Guessed(WINDOWS_1252), text.to_owned())));
+        }
+        assert_eq!(TextEncoding::Guessed(WINDOWS_1252).name(), "windows-1252");
+        let mixed = "id,text\na,VC泡腾片 how to use\nb,USB-C接口\n";
+        for text in [mixed, "T恤,p1\n", "U盘,p2\n", "A股,p3\n", "x光,p4\n", "K歌,p5\n", "iPhone壳 black\n"] {
+            assert_eq!(read(&GB18030.encode(text).0), Ok((TextEncoding::Guessed(GB18030), text.to_owned())));
+        }
+        // A Chinese character anywhere decides.
+        let one = [&WINDOWS_1252.encode(german).0[..], &GB18030.encode("c,问题\n").0].concat();
+        assert_eq!(read(&one).unwrap().0, TextEncoding::Guessed(GB18030));
+    }
+
+    /// Symptom: the message about a guessed encoding showed the start of a long cell, where nothing was wrong.
+    #[test]
+    fn an_excerpt_begins_shortly_before_the_first_decoded_character() {
+        let text = format!("{}geb黨ren und so weiter", "a".repeat(100));
+        assert_eq!(decoded_excerpt(&text), format!("…{}geb黨ren und so weiter", "a".repeat(27)));
+        assert_eq!(decoded_excerpt("f黵"), "f黵");
+        assert_eq!(decoded_excerpt("plain"), "plain");
     }
 
     #[test]

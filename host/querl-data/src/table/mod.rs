@@ -18,12 +18,11 @@ pub(crate) use formats::{MAX_ROWS, Table, is_chat, open_table, value_text};
 use crate::dataset::records::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;
 use crate::text::{hash_of, normalise, separates_ids, with_width};
-use encoding::{SHOWN_BYTES, TextEncoding};
+use encoding::{TextEncoding, decoded_excerpt};
 use formats::{CHAT, CHAT_REMEDY, MAX_LISTED, TableRows};
 use querl_core::config::{DataConfig, TextWidth};
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
-use querl_core::text::printable;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
@@ -125,9 +124,9 @@ impl QueryTable {
             }
             if is_guessed && self.findings.decoded_cell.is_none() {
                 let decoded = header.iter().zip(&cells).find(|(_, cell)| !cell.is_ascii());
-                let shown = |text: &str| printable(text, SHOWN_BYTES);
-                self.findings.decoded_cell =
-                    decoded.map(|(name, cell)| format!("row {row} column `{}` is `{}`", shown(name), shown(cell)));
+                self.findings.decoded_cell = decoded.map(|(name, cell)| {
+                    format!("row {row} column `{}` is `{}`", decoded_excerpt(name), decoded_excerpt(cell))
+                });
             }
             let query = self.columns.read(row, &cells);
             let texts = [(&self.columns.query_name, &query.original_query)].into_iter();
@@ -144,7 +143,7 @@ impl QueryTable {
             }
         }
         if let Some(name) = header.iter().find(|name| is_guessed && !name.is_ascii()) {
-            let shown = || format!("the header has `{}`", printable(name, SHOWN_BYTES));
+            let shown = || format!("the header has `{}`", decoded_excerpt(name));
             self.findings.decoded_cell.get_or_insert_with(shown);
         }
         self.findings.n_rows = digests.len() + self.findings.empty.n;
@@ -241,7 +240,7 @@ pub struct Findings {
     /// Encoding of a csv or tsv file; `None` for other formats.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encoding: Option<&'static str>,
-    /// Place and text of the first cell with a character outside ASCII, below the header if there is one, if the encoding is a guess.
+    /// Place and excerpt of the first cell with a character outside ASCII, below the header if there is one, if the encoding is a guess.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decoded_cell: Option<String>,
     /// Names of the sheets of a workbook that are skipped, because their columns differ from those of the first.

@@ -330,9 +330,9 @@ fn dot(row: &[u8], vector: &[f32]) -> f32 {
 
 /// Version of the embedded index, incremented when texts are indexed in another way. Ranks then change, so it is an input of the stages
 /// that depend on hits.
-pub const INDEX_VERSION: u32 = 5;
+pub const INDEX_VERSION: u32 = 6;
 /// Version of the index format with the libraries that build and read it; another library release leads to another index.
-pub(super) const FORM: &str = "querl index 5; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, hanconv 0.5.1, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
+pub(super) const FORM: &str = "querl index 6; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, hanconv 0.5.1, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
 /// Libraries that compute the vectors of an index.
 pub(super) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
 
