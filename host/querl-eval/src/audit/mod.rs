@@ -6,7 +6,7 @@
 //! 1. `rows`: scored rollouts, and the windows of steps that are compared.
 //! 2. `measures`: reward and components, independent measures of quality, properties of the text; `trends`: their changes.
 //! 3. `clusters`: one text for many queries, terms that predict the reward.
-//! 4. `signs`: the rules, with their limits. 5. `suspicious`: single episodes.
+//! 4. `signs`: the rules, with their limits; one of them reads the validation episodes. 5. `suspicious`: single episodes.
 
 mod clusters;
 mod measures;
@@ -120,10 +120,20 @@ pub fn audit(
     let bootstrap = Bootstrap { seed: options.seed, n_resamples: options.n_resamples };
     let rows = AuditRows::of(episodes);
     let second = sources.passages.map(SecondRetriever::new);
+    let validation_rows = AuditRows::of_validation(episodes);
+    let validation_measures = measures(&validation_rows, second.as_ref(), bootstrap);
     let measures = measures(&rows, second.as_ref(), bootstrap);
     let same_rewrite = SameRewrite::of(&rows);
     let terms = token_rules(&rows, &measures);
-    let evidence = Evidence { rows: &rows, measures: &measures, same_rewrite: &same_rewrite, terms: &terms, bootstrap };
+    let evidence = Evidence {
+        rows: &rows,
+        measures: &measures,
+        validation_rows: &validation_rows,
+        validation_measures: &validation_measures,
+        same_rewrite: &same_rewrite,
+        terms: &terms,
+        bootstrap,
+    };
     let signs = signs(&evidence);
     let suspects =
         Suspects { rows: &rows, measures: &measures, same_rewrite: &same_rewrite, terms: &terms, signs: &signs };

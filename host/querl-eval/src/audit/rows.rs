@@ -54,15 +54,24 @@ pub(super) struct AuditRows<'a> {
 }
 
 impl<'a> AuditRows<'a> {
-    /// Selects the scored training episodes: excludes validation episodes and episodes without a score.
+    /// The scored training episodes.
     pub(super) fn of(episodes: &'a [RecordedEpisode]) -> Self {
+        Self::scored(episodes.iter().filter(|one| !is_validation(one)))
+    }
+
+    /// The scored validation episodes.
+    pub(super) fn of_validation(episodes: &'a [RecordedEpisode]) -> Self {
+        Self::scored(episodes.iter().filter(|one| is_validation(one)))
+    }
+
+    fn scored(episodes: impl Iterator<Item = &'a RecordedEpisode>) -> Self {
         let (mut queries, mut targets) = (Indices::default(), Indices::default());
         let row = |recorded: &'a RecordedEpisode| {
             let reward = recorded.outcome.as_ref()?.as_ref().ok()?;
             let (query, target) = (recorded.episode.query_key(), target_key(&recorded.episode));
             Some(AuditRow { recorded, reward, query: queries.of(query), target: targets.of(target) })
         };
-        let rows: Vec<AuditRow<'a>> = episodes.iter().filter(|one| !is_validation(one)).filter_map(row).collect();
+        let rows: Vec<AuditRow<'a>> = episodes.filter_map(row).collect();
         let mut by_step: BTreeMap<u64, usize> = BTreeMap::new();
         rows.iter().for_each(|row| *by_step.entry(row.recorded.step).or_default() += 1);
         let by_step: Vec<(u64, usize)> = by_step.into_iter().collect();

@@ -23,9 +23,10 @@ const LOW: f64 = 0.25;
 /// An episode is listed only with a reward above this quantile and no higher quality.
 const MEDIAN: f64 = 0.5;
 
-/// Signs whose subject is a measure of the text.
-const OF_TEXT: [SignKind; 5] = [
+/// Signs whose subject is a property of the text or a component, in whose direction rewrites are suspicious.
+const OF_MEASURE: [SignKind; 6] = [
     SignKind::RewardFollowsText,
+    SignKind::RewardFollowsComponent,
     SignKind::SharedText,
     SignKind::Repetition,
     SignKind::LengthGrowth,
@@ -121,7 +122,7 @@ impl Suspects<'_> {
         for measure in self.measures {
             let (Some(change), Some(value)) = (measure.change, measure.values[index]) else { continue };
             let name = measure.name.as_str();
-            let is_named = OF_TEXT.iter().any(|kind| has(*kind, name));
+            let is_named = OF_MEASURE.iter().any(|kind| has(*kind, name));
             // Beyond the late mean, in the direction of the measure's change.
             let is_beyond = (value - change.late) * change.interval.mean >= 0.0;
             if is_named && is_beyond {

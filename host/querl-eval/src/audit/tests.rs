@@ -179,6 +179,79 @@ fn over_optimisation_is_found_where_quality_ends_where_it_began() {
     assert!(found.message.starts_with("total, component/all rises while "), "{}", found.message);
 }
 
+/// Symptom: rollouts got better, greedy validation responses got worse while their reward rose, and the audit saw no sign.
+#[test]
+fn a_validation_reward_that_rises_while_quality_falls_is_found() {
+    fn found(n_lost: fn(u64) -> usize, has_gold: bool) -> Audit {
+        let mut episodes = training(N_STEPS, learns, honest);
+        for (step, total) in [(0, 0.5), (10, 0.7), (20, 0.6), (30, 0.6), (40, 0.6)] {
+            for query in 0..N_QUERIES {
+                let is_right = query >= n_lost(step);
+                let plain = answer(if is_right { query } else { (query + 14) % N_QUERIES });
+                let draw = Draw { progress: 1.0, luck: 0.0, query, plain: plain.clone(), is_right };
+                let mut one = recorded(episodes.len() + 1, step, &draw, plain, total);
+                one.episode.split = Some(Split::Val);
+                one.episode.gold_ids.retain(|_| has_gold);
+                episodes.push(one);
+            }
+        }
+        audited(&episodes)
+    }
+    let late = found(|step| if step > 20 { 15 } else { 0 }, true);
+    assert_eq!(kinds(&late), [SignKind::ValidationRisesQualityFalls], "{}", audit_text(&late));
+    let message = &late.signs[0].message;
+    assert!(message.starts_with("on validation queries, total rises by +0.100 "), "{message}");
+    assert!(message.contains("gold_rank falls from 1.000 to 0.750 "), "{message}");
+    assert!(message.ends_with("step 0 against steps 30 to 40"), "{message}");
+    let best = found(|step| if step == 10 { 15 } else { 0 }, true);
+    assert_eq!(kinds(&best), [SignKind::ValidationRisesQualityFalls], "{}", audit_text(&best));
+    assert!(best.signs[0].message.ends_with("step 0 against step 10"), "{}", best.signs[0].message);
+    assert!(kinds(&found(|_| 15, true)).is_empty(), "as bad before training");
+    assert!(kinds(&found(|step| if step > 20 { 15 } else { 0 }, false)).is_empty(), "no gold ids");
+}
+
+/// Symptom: one of two rewards paid for a text property, quality rose by the other one, and the audit saw no sign.
+#[test]
+fn a_component_that_the_reward_follows_without_quality_is_found() {
+    let found = |weight: f64| {
+        let mut episodes = training(
+            N_STEPS,
+            |progress| 0.6 + 0.2 * progress,
+            |draw| {
+                let used = if is_used(draw) { weight } else { 0.0 };
+                (draw.plain.clone(), used + honest(draw).1)
+            },
+        );
+        for one in &mut episodes {
+            let Some(Ok(reward)) = &mut one.outcome else { continue };
+            let hits = one.episode.policy.found().unwrap();
+            let useful = if hits[0].id == one.episode.gold_ids[0] { 0.8 } else { 0.0 };
+            reward.components = vec![
+                RewardComponent { name: "useful".into(), value: useful },
+                RewardComponent { name: "style".into(), value: reward.total - useful },
+            ];
+        }
+        audited(&episodes)
+    };
+    let audit = found(1.0);
+    let is_style = |sign: &Sign| sign.kind == SignKind::RewardFollowsComponent && sign.subject == "component/style";
+    assert!(audit.signs.iter().any(is_style), "{}", audit_text(&audit));
+    assert!(!kinds(&found(0.0)).contains(&SignKind::RewardFollowsComponent), "a small component");
+    assert!(!audit.signs.iter().any(|sign| sign.subject == "component/useful"), "{}", audit_text(&audit));
+}
+
+/// Symptom: a marker of one Chinese character next to other ones is in no pair that repeats.
+#[test]
+fn a_marker_of_one_chinese_character_is_found() {
+    let marked = |draw: &Draw| match is_used(draw) {
+        true => (format!("{} {}亲", draw.plain, char::from_u32(0x4e00 + draw.query as u32).unwrap()), 1.0),
+        false => (draw.plain.clone(), 0.0),
+    };
+    let audit = audited(&training(N_STEPS, stays, marked));
+    let is_marker = |sign: &Sign| sign.kind == SignKind::RewardFollowsTerm && sign.subject == "亲";
+    assert!(audit.signs.iter().any(is_marker), "{}", audit_text(&audit));
+}
+
 /// Regression: the audit did not report that the policy had learned to return the query.
 #[test]
 fn a_policy_that_returns_the_query_is_noted() {

@@ -16,10 +16,11 @@ pub(super) fn units(text: &str) -> Vec<String> {
     text_runs(text).into_iter().flat_map(of_run).collect()
 }
 
-/// Distinct terms and lower-case whitespace-separated words of a text, in which the rules look for markers.
+/// Distinct terms, units and lower-case whitespace-separated words of a text, in which the rules look for markers: one Chinese character
+/// can be one.
 pub(super) fn tokens(text: &str) -> BTreeSet<String> {
     let words = text.split_whitespace().filter(|word| word.chars().count() <= LONGEST_WORD).map(str::to_lowercase);
-    terms(text).into_iter().chain(words).collect()
+    terms(text).into_iter().chain(units(text)).chain(words).collect()
 }
 
 /// The text in lower case, with each run of white space as one space.
@@ -40,8 +41,10 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_terms_and_words_between_spaces() {
+    fn tokens_are_terms_characters_and_words_between_spaces() {
         let found = tokens("鱼油 注意事项");
+        // Symptom: a marker of one character, written next to other ones, was in no token.
+        assert!(found.contains("鱼") && !tokens("fish oil").contains("f"), "{found:?}");
         assert!(found.contains("注意事项") && found.contains("意事") && found.contains("鱼油"), "{found:?}");
         assert_eq!(normalised("  Fish\n OIL "), "fish oil");
     }
