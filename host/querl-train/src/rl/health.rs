@@ -26,6 +26,8 @@ pub struct ValidationProgress {
     pub best_step: u64,
     /// The last evaluation has at least half of what the best one gained over the policy before training.
     pub keeps_gain: bool,
+    /// In the last two evaluations the reward is above that of the policy before training, and the rank of the gold passages clearly below.
+    pub loses_gold: bool,
 }
 
 /// Kind and text of a warning.
@@ -219,7 +221,7 @@ impl Health {
             ),
             (
                 "quality",
-                self.quality_falls() && rise.is_some_and(|rise| rise > 0.0),
+                validation.loses_gold || self.quality_falls() && rise.is_some_and(|rise| rise > 0.0),
                 "the reward rises while retrieval gets worse: lower the weight of the other parts under plugins.rewards, and look at what they pay for (querl audit)",
             ),
         ])
@@ -340,7 +342,8 @@ mod tests {
         let mut check = |step: u32| {
             let evaluated_step = u64::from(step);
             let best_step = best_step.min(evaluated_step);
-            let validation = ValidationProgress { evaluated_step, best_step, keeps_gain: best_step > 0 };
+            let validation =
+                ValidationProgress { evaluated_step, best_step, keeps_gain: best_step > 0, loses_gold: false };
             health.check(&metrics(&[(name, curve(f64::from(step)))]), validation)
         };
         (0..30).map(|step| check(step).len()).sum()
@@ -367,8 +370,12 @@ mod tests {
     /// Warnings of 30 steps with the metrics of `of_step`, in a run that improves on validation from step 5 on.
     fn texts(of_step: impl Fn(f64) -> Metrics) -> String {
         let mut health = Health::default();
-        let validation =
-            |step: u64| ValidationProgress { evaluated_step: step, best_step: step.min(5), keeps_gain: step > 0 };
+        let validation = |step: u64| ValidationProgress {
+            evaluated_step: step,
+            best_step: step.min(5),
+            keeps_gain: step > 0,
+            loses_gold: false,
+        };
         (0..30u32).flat_map(|step| health.check(&of_step(f64::from(step)), validation(step.into()))).collect()
     }
 
@@ -402,7 +409,7 @@ mod tests {
     fn equal_samples_are_reported_where_no_gain_is_kept() {
         let of = |(name, converged): (&str, f64), keeps_gain: bool| {
             let mut health = Health::default();
-            let validation = ValidationProgress { evaluated_step: 20, best_step: 10, keeps_gain };
+            let validation = ValidationProgress { evaluated_step: 20, best_step: 10, keeps_gain, loses_gold: false };
             let at = |step: u32| metrics(&[(name, if step < 15 { 0.5 } else { converged })]);
             (0..30).map(|step| health.check(&at(step), validation).len()).sum::<usize>()
         };
@@ -471,6 +478,9 @@ mod tests {
         };
         assert!(with_gold(0.01, -0.01).contains("retrieval gets worse"));
         assert_eq!(with_gold(-0.01, 0.01), "");
+        let loses_gold = ValidationProgress { loses_gold: true, ..Default::default() };
+        let found = Health::default().check(&metrics(&[("avg_reward", 0.5)]), loses_gold).concat();
+        assert!(found.contains("retrieval gets worse"), "{found}");
     }
 
     #[test]
@@ -487,7 +497,7 @@ mod tests {
     #[test]
     fn a_warning_about_updates_says_where_nothing_is_to_be_done() {
         let said = |name: &str, best_step| {
-            let validation = ValidationProgress { evaluated_step: 5, best_step, keeps_gain: false };
+            let validation = ValidationProgress { evaluated_step: 5, best_step, ..Default::default() };
             Health::default().check(&metrics(&[(name, 2.0)]), validation).concat()
         };
         let (clipped, drifted) = ("actor/pg_clipfrac", "actor/ref_kl");

@@ -321,6 +321,7 @@ impl<'a> Trainer<'a> {
             evaluated_step: self.state.evaluated_step.unwrap_or_default(),
             best_step: self.state.best.as_ref().map(|best| best.step).unwrap_or_default(),
             keeps_gain: self.state.best.as_ref().is_some_and(BestCheckpoint::keeps_gain),
+            loses_gold: self.state.best.as_ref().is_some_and(BestCheckpoint::loses_gold),
         };
         for warning in self.state.health.check(&watched, validation) {
             task.progress.line(&format!("rl step {step}: {warning}"));

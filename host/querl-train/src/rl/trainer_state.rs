@@ -244,7 +244,15 @@ impl Evaluation {
     pub(super) fn metrics(&self) -> Metrics {
         evaluation_metrics(&self.metrics, &self.timings)
     }
+
+    fn mrr(&self) -> Option<f64> {
+        self.metrics.get("avg_mrr").copied()
+    }
 }
+
+/// Smallest decrease of the mean reciprocal rank of the gold passages from the policy before training that is no noise. In honest runs no
+/// evaluation with a higher reward had a lower rank.
+const MRR_FALL: f64 = 0.05;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct BestCheckpoint {
@@ -255,13 +263,27 @@ pub(super) struct BestCheckpoint {
     /// Reward of the last evaluation.
     #[serde(default)]
     last_reward: f64,
+    /// Mean reciprocal rank of the gold passages before training; `None` without gold ids.
+    #[serde(default)]
+    first_mrr: Option<f64>,
+    /// Number of the last evaluations, without a gap, with a reward above the first one and gold passages that rank clearly lower.
+    #[serde(default)]
+    n_without_gold: usize,
     /// Number of evaluations since the best one.
     n_worse: usize,
 }
 
 impl BestCheckpoint {
     pub(super) fn new(first: Evaluation) -> Self {
-        Self { step: 0, first_reward: first.reward, last_reward: first.reward, evaluation: first, n_worse: 0 }
+        Self {
+            step: 0,
+            first_reward: first.reward,
+            last_reward: first.reward,
+            first_mrr: first.mrr(),
+            n_without_gold: 0,
+            evaluation: first,
+            n_worse: 0,
+        }
     }
 
     /// Whether the last evaluation has at least half of what the best one gained over the policy before training.
@@ -269,8 +291,16 @@ impl BestCheckpoint {
         self.step > 0 && 2.0 * (self.last_reward - self.first_reward) >= self.evaluation.reward - self.first_reward
     }
 
+    /// Whether in the last two evaluations the reward is above that of the policy before training, and the gold passages rank lower.
+    pub(super) fn loses_gold(&self) -> bool {
+        self.n_without_gold >= 2
+    }
+
     pub(super) fn update(&mut self, step: u64, evaluation: Evaluation) {
         self.last_reward = evaluation.reward;
+        let fall = self.first_mrr.zip(evaluation.mrr()).map(|(first, now)| first - now);
+        let is_without_gold = evaluation.reward > self.first_reward && fall.is_some_and(|fall| fall > MRR_FALL);
+        self.n_without_gold = if is_without_gold { self.n_without_gold + 1 } else { 0 };
         if evaluation.is_better_than(&self.evaluation) {
             (self.step, self.evaluation, self.n_worse) = (step, evaluation, 0);
         } else {
@@ -300,5 +330,22 @@ mod tests {
         let (easy_only, all) = (evaluation(&[Some(0.5), None]), evaluation(&[Some(0.5), Some(-0.5)]));
         assert!(!easy_only.is_better_than(&all) && !all.is_better_than(&easy_only));
         assert!(evaluation(&[Some(0.6), None]).is_better_than(&all));
+    }
+
+    /// Symptom: a run whose every evaluation had a higher reward and a lower rank than the start had no warning.
+    #[test]
+    fn two_evaluations_with_more_reward_and_lower_ranks_lose_gold() {
+        let of = |reward: f64, mrr: f64| Evaluation {
+            reward,
+            metrics: Metrics::from([("avg_mrr".to_owned(), mrr)]),
+            ..evaluation(&[Some(reward)])
+        };
+        let loses = |later: &[(f64, f64)]| {
+            let mut best = BestCheckpoint::new(of(0.5, 0.6));
+            later.iter().for_each(|(reward, mrr)| best.update(1, of(*reward, *mrr)));
+            best.loses_gold()
+        };
+        assert!(loses(&[(0.6, 0.5), (0.55, 0.53)]));
+        assert!(!loses(&[(0.6, 0.5)]) && !loses(&[(0.6, 0.5), (0.6, 0.58)]) && !loses(&[(0.4, 0.5), (0.4, 0.5)]));
     }
 }
