@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains on the three tasks of this folder and on examples/appliances, and prints RL compared with SFT, the raw query and the teacher.
+"""Trains on the tasks of this folder and on examples/appliances, and prints RL compared with SFT, the raw query and the teacher.
 
     tests/tasks/run.py --out runs/tasks [--tasks telecom appliances] [--seeds 42 43] [--set rl.max_steps=40]
 
@@ -19,8 +19,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-LANGUAGES = {"telecom": "zh", "encyclopedia": "zh", "appliances": "en", "claims": "en"}
-DOMAINS = {"telecom": "通信服务", "encyclopedia": "百科", "appliances": "household appliances", "claims": "science"}
+# The language of the prompt: plugins/prompt-rewrite has Chinese and English.
+LANGUAGES = {"telecom": "zh", "encyclopedia": "zh", "appliances": "en", "claims": "en", "ferries": "en", "buergerservice": "en"}
+DOMAINS = {
+    "telecom": "通信服务",
+    "encyclopedia": "百科",
+    "appliances": "household appliances",
+    "claims": "science",
+    "ferries": "ferries",
+    "buergerservice": "city administration",
+}
 
 CONFIG = """tenant = "{name}"
 device = "cpu"

@@ -53,7 +53,8 @@ fn check_outdated(project: &Project) {
     assert_eq!(project.refusal(&["release", "check", "run", "--against", "raw"], 2), format!("run: {outdated}"));
     copy(&project.path("run"), &project.path("twin"));
     let pooled = project.querl(&["report", "run", "twin", "--pool"]).ok().stdout;
-    assert!(pooled.starts_with(&format!("run: {outdated}\ntwin: {outdated}\n2 runs, ")), "{pooled}");
+    let differing = "run and twin have the same seed (42)";
+    assert!(pooled.starts_with(&format!("run: {outdated}\ntwin: {outdated}\n{differing}\n2 runs, ")), "{pooled}");
 }
 
 #[test]
