@@ -356,7 +356,7 @@ fn seeds_average_each_query_before_the_bootstrap() {
     assert_eq!(rl_sft(&evaluation.runs[0], Metric::Reward).over_runs, None);
 }
 
-/// Regression: a gain of which each query was sure, but not each seed, was starred.
+/// Regression: a gain that held over the queries, but not over the seeds, was starred.
 #[test]
 fn a_difference_of_several_runs_needs_an_interval_over_the_runs_too() {
     let run = |reward: f64| -> Vec<EvalRecord> {
