@@ -167,10 +167,18 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
         .collect();
     let n_not_applicable = both.len() - pairs.len();
     if pairs.is_empty() {
-        let has_values = |other: &Metric| both.iter().flatten().any(|record| other.value(record).is_some());
-        let names: Vec<&str> = Metric::COMPARED.into_iter().filter(has_values).map(Metric::name).collect();
+        // `win_rate` counts wins against the teacher.
+        let applies = |other: &Metric| {
+            (*other != Metric::WinRate || sides[1].system != "teacher")
+                && both.iter().flatten().any(|record| other.value(record).is_some())
+        };
+        let names: Vec<&str> = Metric::COMPARED.into_iter().filter(applies).map(Metric::name).collect();
+        let remedy = match names.is_empty() {
+            true => "no other metric has values".to_owned(),
+            false => format!("choose one of {}", names.join(", ")),
+        };
         let problem = format!("{} applies to none of {} queries", metric.name(), both.len());
-        return Err(EvalError::Comparison(format!("{problem}; choose one of {}", names.join(", "))));
+        return Err(EvalError::Comparison(format!("{problem}; {remedy}")));
     }
     let groups = group_names(&pairs);
     let by_group = by_group(&pairs, &groups);

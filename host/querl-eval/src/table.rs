@@ -303,16 +303,18 @@ fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
 
 /// One line for each system that failed on some queries, for tables and reports.
 pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
-    let has_teacher =
-        evaluation.systems.get("teacher").is_none_or(|teacher| !teacher.failures.contains_key(TEACHER_FAILED));
-    let least = |metric: Metric| {
-        let pairs = evaluation.pairs_in_order().filter(|(first, second, _)| ![first, second].contains(&&"teacher"));
-        pairs.filter_map(|(_, _, pair)| Some(pair.get(&metric)?.as_ref()?.n)).min()
-    };
-    let partial = [Metric::Reward, Metric::WinRate].into_iter().filter(|_| !has_teacher).filter_map(|metric| {
-        let n = least(metric).filter(|n| *n < evaluation.n)?;
-        let (what, of) = (metric.label(), evaluation.n);
-        Some(format!("{what}: differences between other systems are over {n} of {of} queries too, those with a rewrite of the teacher"))
+    let has_rewards =
+        evaluation.systems.values().any(|system| matches!(system.metrics.get(&Metric::Reward), Some(Some(_))));
+    let without =
+        evaluation.systems_in_order().into_iter().filter(|(_, system)| has_rewards && system.n_without_reward > 0);
+    let without: Vec<String> =
+        without.map(|(name, system)| format!("{name} {} of {}", system.n_without_reward, system.n_scored)).collect();
+    let without = (!without.is_empty()).then(|| {
+        format!(
+            "answers without a reward, as where the teacher has no rewrite to compare with: {}; left out of the means and differences of \
+             rewards",
+            without.join(", ")
+        )
     });
     let failed = evaluation.systems_in_order().into_iter().filter(|(_, system)| system.n_failed > 0);
     failed
@@ -340,7 +342,7 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
                 reasons.join(", ")
             )
         })
-        .chain(partial)
+        .chain(without)
         .collect()
 }
 

@@ -3,6 +3,7 @@
 use crate::evaluation::{Difference, Evaluation, FEW_GROUPS, Lookups};
 use crate::metric::Metric;
 use querl_core::text::plural;
+use std::cmp::Ordering;
 
 /// Metrics for the verdict, in order of preference: retrieval quality precedes rewards, which training optimises.
 const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeScore, Metric::Reward];
@@ -27,9 +28,11 @@ impl Outcome {
     fn of(difference: Option<Difference>) -> Self {
         match difference {
             None => Self::Missing,
-            Some(found) if !found.excludes_zero() => Self::NotShown,
-            Some(found) if found.mean > 0.0 => Self::Better,
-            Some(_) => Self::Worse,
+            Some(found) => match found.shown() {
+                Ordering::Greater => Self::Better,
+                Ordering::Less => Self::Worse,
+                Ordering::Equal => Self::NotShown,
+            },
         }
     }
 }
@@ -49,10 +52,14 @@ pub(crate) fn first_paragraph(evaluation: &Evaluation) -> String {
     });
     let verdict = rl_verdict(evaluation);
     let metric = deciding(evaluation);
-    let n_groups = metric.iter().flat_map(|metric| RIVALS.map(|(rival, _)| against(evaluation, rival, *metric)));
-    let n_groups = n_groups.flatten().map(|found| found.n_groups).min().unwrap_or(evaluation.n_groups);
-    let too_few = (n_groups < FEW_GROUPS && !verdict.is_empty())
-        .then(|| format!("Only {} of test queries, so that what follows may be chance.", plural(n_groups, "group")));
+    let differences = metric.map(|metric| RIVALS.map(|(rival, _)| against(evaluation, rival, metric)));
+    let n = differences.iter().flatten().flatten().map(|found| found.n_groups).max().unwrap_or_default();
+    let what = match metric.filter(|_| n < evaluation.n_groups) {
+        Some(metric) => format!("{n} of {} groups of test queries have {}", evaluation.n_groups, metric.label()),
+        None => format!("{} of test queries", plural(n, "group")),
+    };
+    let too_few =
+        (n < FEW_GROUPS && !verdict.is_empty()).then(|| format!("Only {what}, so that what follows may be chance."));
     too_few.into_iter().chain(unchanged).chain(verdict).collect::<Vec<_>>().join(" ")
 }
 
@@ -101,7 +108,7 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
         None => "No second retriever was used, so it is not known whether this holds on another one.".to_owned(),
     };
     if is_blind(evaluation, metric) {
-        let why = "no query has gold passages, and the scores of hits, which rewards read, count shared words";
+        let why = "no query has gold passages, and the scores of hits, which rewards may read, count shared words";
         return vec![first, elsewhere, format!("It is not known whether RL earned its cost: {why}.")];
     }
     let here = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(found(rival)));

@@ -371,6 +371,29 @@ fn a_difference_of_several_runs_needs_an_interval_over_the_runs_too() {
     let [low, high] = unsure.over_runs.unwrap();
     assert!(unsure.low > 0.0 && (low + 0.6828).abs() < 1e-3 && (high - 1.4828).abs() < 1e-3, "{unsure:?}");
     assert!(!unsure.excludes_zero() && sure.excludes_zero(), "{sure:?}");
+    let without_sft: Vec<EvalRecord> = run(0.4).into_iter().filter(|record| record.system == "rl").collect();
+    let pooled = evaluate_seeds(&[run(0.4), without_sft], &OPTIONS).unwrap().pooled;
+    assert_eq!(pooled.pairs["rl-sft"][&Metric::Reward], None, "one run has the pair");
+}
+
+#[test]
+fn answers_without_a_reward_are_counted() {
+    let records = [
+        record("rl", 2, with_reward(found(2, Some(1), 0.5), 0.5)),
+        record("rl", 3, found(3, Some(1), 0.5)),
+        record("sft", 2, rejected()),
+        record("sft", 3, found(3, None, 0.5)),
+    ];
+    let evaluation = evaluate(&records, &OPTIONS).unwrap();
+    assert_eq!(evaluation.systems["rl"].n_without_reward, 1);
+    let text = table(&evaluation, &support::facts());
+    assert!(text.contains("has no rewrite to compare with: rl 1 of 2, sft 1 of 1; left out of the means"), "{text}");
+    let without = records.map(|mut record| {
+        record.outcome.as_mut().into_iter().for_each(|answer| answer.reward = None);
+        record
+    });
+    let text = table(&evaluate(&without, &OPTIONS).unwrap(), &support::facts());
+    assert!(!text.contains("answers without a reward"), "a run without rewards: {text}");
 }
 
 /// Regression: the verdict rested on the one group with gold passages.
@@ -384,8 +407,7 @@ fn a_difference_of_one_group_shows_nothing() {
     assert_eq!((top1.mean, top1.n, top1.n_groups, evaluation.n_groups), (1.0, 2, 1, 20));
     assert!(!top1.excludes_zero());
     let text = table(&evaluation, &support::facts());
-    let expected =
-        "Only 1 group of test queries, so that what follows may be chance. By top-1 % of 2 of 40 queries, RL was";
+    let expected = "Only 1 of 20 groups of test queries have top-1 %, so that what follows may be chance. By top-1 % of 2 of 40 queries, RL was";
     assert!(text.split_whitespace().collect::<Vec<_>>().join(" ").contains(expected), "{text}");
 }
 

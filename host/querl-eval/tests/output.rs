@@ -152,6 +152,23 @@ fn seeds_table_shows_each_run_below_the_pooled_differences() {
     assert!(text.contains("\n  95% interval over the runs  [") && text.contains("; with several runs `*`"), "{text}");
 }
 
+/// Regression: the page called a difference of one group better, and the table did not.
+#[test]
+fn the_page_does_not_call_a_difference_of_one_group_better() {
+    let of = |system, is_right: bool| {
+        let found =
+            move |row: usize| hit(if is_right { format!("p{row:04}") } else { "p9999".into() }.as_str(), 0.5, 1);
+        (2..42).map(move |row| record(system, row, Ok(answer("改写", vec![found(row)]))))
+    };
+    let mut records: Vec<EvalRecord> = of("rl", true).chain(of("teacher", false)).collect();
+    let said = |records: &[EvalRecord]| {
+        page(records, &[], 1).contains("RL against Teacher, top-1 %: +100.0 [+100.0, +100.0], better")
+    };
+    assert!(said(&records));
+    records.iter_mut().filter(|record| record.query.row > 3).for_each(|record| record.query.gold_ids.clear());
+    assert!(!said(&records));
+}
+
 #[test]
 fn page_makes_no_requests_and_runs_no_script() {
     let html = page(&invented_records(40), &invented_metrics(60), 20);

@@ -59,9 +59,9 @@ impl<'a> AuditRows<'a> {
         Self::scored(episodes.iter().filter(|one| !is_validation(one)))
     }
 
-    /// The scored validation episodes.
+    /// The scored validation episodes of queries with gold passages.
     pub(super) fn of_validation(episodes: &'a [RecordedEpisode]) -> Self {
-        Self::scored(episodes.iter().filter(|one| is_validation(one)))
+        Self::scored(episodes.iter().filter(|one| is_validation(one) && !one.episode.gold_ids.is_empty()))
     }
 
     fn scored(episodes: impl Iterator<Item = &'a RecordedEpisode>) -> Self {

@@ -182,13 +182,16 @@ fn over_optimisation_is_found_where_quality_ends_where_it_began() {
 /// Symptom: rollouts got better, greedy validation responses got worse while their reward rose, and the audit saw no sign.
 #[test]
 fn a_validation_reward_that_rises_while_quality_falls_is_found() {
-    fn found(n_lost: fn(u64) -> usize, has_gold: bool) -> Audit {
+    /// With gold ids of the first `n_gold` queries; the rewards of these fall if there are others.
+    fn found(n_lost: fn(u64) -> usize, n_gold: usize) -> Audit {
         let mut episodes = training(N_STEPS, learns, honest);
         for (step, total) in [(0, 0.5), (10, 0.7), (20, 0.6), (30, 0.6), (40, 0.6)] {
             for query in 0..N_QUERIES {
                 let is_right = query >= n_lost(step);
                 let plain = answer(if is_right { query } else { (query + 14) % N_QUERIES });
                 let draw = Draw { progress: 1.0, luck: 0.0, query, plain: plain.clone(), is_right };
+                let has_gold = query < n_gold;
+                let total = if has_gold && n_gold < N_QUERIES { 1.0 - total } else { total };
                 let mut one = recorded(episodes.len() + 1, step, &draw, plain, total);
                 one.episode.split = Some(Split::Val);
                 one.episode.gold_ids.retain(|_| has_gold);
@@ -197,17 +200,19 @@ fn a_validation_reward_that_rises_while_quality_falls_is_found() {
         }
         audited(&episodes)
     }
-    let late = found(|step| if step > 20 { 15 } else { 0 }, true);
+    let late = found(|step| if step > 20 { 15 } else { 0 }, N_QUERIES);
     assert_eq!(kinds(&late), [SignKind::ValidationRisesQualityFalls], "{}", audit_text(&late));
     let message = &late.signs[0].message;
     assert!(message.starts_with("on validation queries, total rises by +0.100 "), "{message}");
     assert!(message.contains("gold_rank falls from 1.000 to 0.750 "), "{message}");
     assert!(message.ends_with("step 0 against steps 30 to 40"), "{message}");
-    let best = found(|step| if step == 10 { 15 } else { 0 }, true);
+    let best = found(|step| if step == 10 { 15 } else { 0 }, N_QUERIES);
     assert_eq!(kinds(&best), [SignKind::ValidationRisesQualityFalls], "{}", audit_text(&best));
     assert!(best.signs[0].message.ends_with("step 0 against step 10"), "{}", best.signs[0].message);
-    assert!(kinds(&found(|_| 15, true)).is_empty(), "as bad before training");
-    assert!(kinds(&found(|step| if step > 20 { 15 } else { 0 }, false)).is_empty(), "no gold ids");
+    assert!(kinds(&found(|_| 15, N_QUERIES)).is_empty(), "as bad before training");
+    assert!(kinds(&found(|step| if step > 20 { 15 } else { 0 }, 0)).is_empty(), "no gold ids");
+    let mixed = found(|step| if step > 20 { 15 } else { 0 }, 25);
+    assert!(kinds(&mixed).is_empty(), "rewards rise where gold passages are not known: {}", audit_text(&mixed));
 }
 
 /// Symptom: one of two rewards paid for a text property, quality rose by the other one, and the audit saw no sign.

@@ -150,6 +150,7 @@ impl<'a> Index<'a> {
 pub(super) struct Outcomes {
     pub(super) n_scored: usize,
     pub(super) n_empty: usize,
+    pub(super) n_without_reward: usize,
     pub(super) failures: BTreeMap<String, usize>,
 }
 
@@ -160,6 +161,7 @@ pub(super) fn count_outcomes<'a>(records: impl Iterator<Item = &'a EvalRecord>) 
             Some(code) => *outcomes.failures.entry(code).or_default() += 1,
             None => {
                 outcomes.n_scored += 1;
+                outcomes.n_without_reward += usize::from(Metric::Reward.value(record).is_none());
                 outcomes.n_empty += usize::from(hits(record).is_some_and(<[_]>::is_empty));
             }
         }

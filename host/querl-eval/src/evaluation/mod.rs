@@ -13,6 +13,7 @@ use querl_core::config::EVAL_SYSTEMS;
 use querl_core::records::{EvalRecord, Split};
 use querl_core::text::plural;
 use serde::{Deserialize, Serialize};
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Pairs of systems that are compared, as first minus second, in the order of the tables.
@@ -119,6 +120,9 @@ pub struct SystemEvaluation {
     pub n_failed: usize,
     /// Number of scored records whose retrieval returned no hits.
     pub n_empty: usize,
+    /// Number of scored records without a reward, as where the teacher has no rewrite to compare with; omitted in the JSON if it is 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub n_without_reward: usize,
     /// Number of failed records by reason.
     pub failures: BTreeMap<String, usize>,
 }
@@ -146,8 +150,16 @@ impl Difference {
     /// True if the whole interval is above or below 0, and of several runs that over the runs as well. The interval of a single group has
     /// no width and shows nothing.
     pub fn excludes_zero(&self) -> bool {
+        self.shown() != Ordering::Equal
+    }
+
+    /// The direction of a difference that is shown, as [`Difference::excludes_zero`] has it; `Equal` for any other.
+    pub(crate) fn shown(&self) -> Ordering {
         let is_open = |[low, high]: [f64; 2]| low <= 0.0 && high >= 0.0;
-        self.n_groups > 1 && !is_open([self.low, self.high]) && !self.over_runs.is_some_and(is_open)
+        match self.n_groups < 2 || is_open([self.low, self.high]) || self.over_runs.is_some_and(is_open) {
+            true => Ordering::Equal,
+            false => self.mean.total_cmp(&0.0),
+        }
     }
 }
 
@@ -369,6 +381,7 @@ impl<'a> Pooled<'_, 'a> {
             components: components.collect(),
             n_scored: outcomes.n_scored,
             n_failed: outcomes.failures.values().sum(),
+            n_without_reward: outcomes.n_without_reward,
             n_empty: if self.lookups.are_made() { outcomes.n_empty } else { 0 },
             failures: outcomes.failures,
         }
@@ -398,8 +411,12 @@ impl<'a> Pooled<'_, 'a> {
             let firsts = of(index, first).into_iter().filter(|(key, _)| is_kept(key));
             firsts.filter_map(|(key, value)| Some((key, value - seconds.get(&key)?))).collect()
         };
-        let Interval { mean, low, high } = self.interval(of_run)?;
         let runs: Vec<_> = self.runs.iter().map(of_run).filter(|values| !values.is_empty()).collect();
+        if runs.len() == 1 && self.runs.len() > 1 {
+            // One of several runs shows nothing about the others.
+            return None;
+        }
+        let Interval { mean, low, high } = self.averaged(&runs)?;
         let keys: BTreeSet<&QueryKey<'a>> = runs.iter().flatten().map(|(key, _)| key).collect();
         let n_groups = keys.iter().map(|key| key.group).collect::<BTreeSet<_>>().len();
         let mean_of =
@@ -410,9 +427,13 @@ impl<'a> Pooled<'_, 'a> {
 
     /// The interval of the values that `of` returns for each run, averaged per query over the runs.
     fn interval(&self, of: impl Fn(&Index<'a>) -> Vec<(QueryKey<'a>, f64)>) -> Option<Interval> {
+        self.averaged(&self.runs.iter().map(of).collect::<Vec<_>>())
+    }
+
+    fn averaged(&self, runs: &[Vec<(QueryKey<'a>, f64)>]) -> Option<Interval> {
         let mut per_query: BTreeMap<QueryKey<'a>, (f64, f64)> = BTreeMap::new();
-        for (key, value) in self.runs.iter().flat_map(of) {
-            let (sum, count) = per_query.entry(key).or_default();
+        for (key, value) in runs.iter().flatten() {
+            let (sum, count) = per_query.entry(*key).or_default();
             *sum += value;
             *count += 1.0;
         }

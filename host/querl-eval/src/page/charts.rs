@@ -6,6 +6,7 @@ use crate::metric::Metric;
 use crate::replay::Histogram;
 use crate::table::system_title;
 use serde::Serialize;
+use std::cmp::Ordering;
 
 const WIDTH: f64 = 360.0;
 const RIGHT: f64 = 350.0;
@@ -221,7 +222,7 @@ struct ForestRow {
     high: String,
     mean_text: String,
     interval_text: String,
-    /// `better`, `worse`, or `open` if the interval includes 0.
+    /// `better`, `worse`, or `open` if no difference is shown.
     verdict: &'static str,
     n: usize,
 }
@@ -256,10 +257,10 @@ impl Forest {
                 high: axis.at(found.high * scale),
                 mean_text: mean,
                 interval_text: format!("[{low}, {high}]"),
-                verdict: match (found.low > 0.0, found.high < 0.0) {
-                    (true, _) => "better",
-                    (_, true) => "worse",
-                    _ => "open",
+                verdict: match found.shown() {
+                    Ordering::Greater => "better",
+                    Ordering::Less => "worse",
+                    Ordering::Equal => "open",
                 },
                 n: found.n,
             }

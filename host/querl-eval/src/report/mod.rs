@@ -13,6 +13,7 @@ use crate::table::{failure_lines, system_title};
 use crate::verdict::first_paragraph;
 use querl_core::records::EvalRecord;
 use serde::Serialize;
+use std::cmp::Ordering;
 
 /// The input of [`report_html`].
 #[derive(Debug, Clone, Copy)]
@@ -148,10 +149,10 @@ fn summary(evaluation: &Evaluation) -> Vec<String> {
     for (first, second, metric) in comparisons {
         let pair = evaluation.pairs.get(&format!("{first}-{second}"));
         let Some(found) = pair.and_then(|pair| pair.get(&metric).copied().flatten()) else { continue };
-        let verdict = match (found.low > 0.0, found.high < 0.0) {
-            (true, _) => "better",
-            (_, true) => "worse",
-            _ => "no difference shown",
+        let verdict = match found.shown() {
+            Ordering::Greater => "better",
+            Ordering::Less => "worse",
+            Ordering::Equal => "no difference shown",
         };
         let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format_signed(value));
         let (first, second) = (system_title(first), system_title(second));

@@ -178,9 +178,10 @@ fn word_scores(
         return Ok(None);
     }
     let problem = format!(
-        "{name}: {} reads scores of hits, which without a reranker or lexicon count shared words and cannot tell right \
+        "{name}: {} {} scores of hits, which without a reranker or lexicon count shared words and cannot tell right \
          from wrong passages",
-        metric.name()
+        metric.name(),
+        if metric == Metric::Reward { "may read" } else { "reads" }
     );
     if has_gold {
         return Err(Stop::usage(format!("{problem}; the queries have gold ids: use --metric top1 or mrr")).into());

@@ -268,7 +268,7 @@ pub(super) struct BestCheckpoint {
     first_mrr: Option<f64>,
     /// Number of the last evaluations, without a gap, with a reward above the first one and gold passages that rank clearly lower.
     #[serde(default)]
-    n_without_gold: usize,
+    n_losing_gold: usize,
     /// Number of evaluations since the best one.
     n_worse: usize,
 }
@@ -280,7 +280,7 @@ impl BestCheckpoint {
             first_reward: first.reward,
             last_reward: first.reward,
             first_mrr: first.mrr(),
-            n_without_gold: 0,
+            n_losing_gold: 0,
             evaluation: first,
             n_worse: 0,
         }
@@ -293,14 +293,14 @@ impl BestCheckpoint {
 
     /// Whether in the last two evaluations the reward is above that of the policy before training, and the gold passages rank lower.
     pub(super) fn loses_gold(&self) -> bool {
-        self.n_without_gold >= 2
+        self.n_losing_gold >= 2
     }
 
     pub(super) fn update(&mut self, step: u64, evaluation: Evaluation) {
         self.last_reward = evaluation.reward;
         let fall = self.first_mrr.zip(evaluation.mrr()).map(|(first, now)| first - now);
-        let is_without_gold = evaluation.reward > self.first_reward && fall.is_some_and(|fall| fall > MRR_FALL);
-        self.n_without_gold = if is_without_gold { self.n_without_gold + 1 } else { 0 };
+        let is_losing_gold = evaluation.reward > self.first_reward && fall.is_some_and(|fall| fall > MRR_FALL);
+        self.n_losing_gold = if is_losing_gold { self.n_losing_gold + 1 } else { 0 };
         if evaluation.is_better_than(&self.evaluation) {
             (self.step, self.evaluation, self.n_worse) = (step, evaluation, 0);
         } else {
