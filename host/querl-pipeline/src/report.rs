@@ -312,7 +312,7 @@ pub fn scores_count_words(retrieval: &RetrievalConfig) -> bool {
 }
 
 /// A note that win rate and top-1 score are left out, if [`scores_count_words`]; `None` otherwise.
-pub(crate) fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
+fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
     scores_count_words(retrieval).then(|| {
         "win rate and top-1 score are left out: they compare scores of hits, which without a reranker or lexicon count shared words and \
          cannot tell right from wrong passages"

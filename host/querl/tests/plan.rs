@@ -63,7 +63,7 @@ fn after_the_data_stages_teacher_and_rewards_are_judged_and_the_run_is_unchanged
     assert!(quality("oracle") >= quality("raw").max(quality("teacher")), "{plan}");
     let rollout = &plan["rollout"];
     assert_eq!((rollout["policy"].as_str(), rollout["n_groups"].as_u64()), (Some("base"), Some(8)), "{plan}");
-    assert_eq!(rollout["n_samples"], 16, "two of each query, where rl.n_samples is 1: {plan}");
+    assert_eq!(rollout["n_samples"], 32, "4 of each query, where rl.n_samples is 1: {plan}");
     assert!(rollout["mean_reward"].is_number() || rollout["dropped_share"] == 1.0, "{plan}");
     let levels = levels(&plan);
     assert!(levels["base model"] == "bad" && !levels.contains_key("stages"), "{plan}");

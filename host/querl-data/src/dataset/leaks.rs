@@ -58,8 +58,9 @@ pub struct Leak {
     /// Query of the training row.
     pub train_query: String,
     /// Histories or profiles of the held-out and the training row if they differ after equal queries, and whether the gold ids differ.
-    #[serde(skip_serializing_if = "String::is_empty")]
-    pub difference: String,
+    /// The end of a sentence for [`Leaks::sentence`].
+    #[serde(skip)]
+    difference: String,
     /// Similarity of the two rows: 1 if they are equal up to width, case, space and punctuation, otherwise at most 0.99.
     pub similarity: f64,
 }
@@ -94,7 +95,7 @@ impl Rows<QueryRow> for SplitRows<'_> {
 }
 
 /// Compares each row of the `held_out` splits with each row of `train`, which is read once. Held-out rows are held in memory (about 1 KB
-/// plus 11 bytes per character each); training rows are not.
+/// plus 11 bytes per character each, and up to 240 bytes of profile and history); training rows are not.
 ///
 /// `watch` is called with the number of rows read so far, every [`PROGRESS_ROWS`] rows.
 ///

@@ -113,6 +113,24 @@ pub(crate) fn spaced_words(text: &str, language: Language, chinese: impl Fn(&str
     words
 }
 
+/// The words of a text and the text between them, unchanged and in order; words are split as by [`spaced_words`].
+pub(crate) fn spaced_pieces(text: &str) -> Vec<&str> {
+    let mut pieces = Vec::new();
+    for word in text.split_word_bounds() {
+        let mut end = 0;
+        for part in parts(word) {
+            if end > 0 {
+                // `:` or `_`.
+                pieces.push(&word[end..=end]);
+                end += 1;
+            }
+            pieces.push(part);
+            end += part.len();
+        }
+    }
+    pieces
+}
+
 /// Splits a word of UAX 29 at `:` and `_` between letters, so that `bürger:innen` has the word `bürger`.
 fn parts(word: &str) -> Vec<&str> {
     let is_letter = |character: Option<char>| character.is_some_and(char::is_alphabetic);

@@ -2,7 +2,7 @@
 //! synonyms. A query with one entry of a synonym group finds passages with any entry of it.
 
 use crate::error::DataError;
-use crate::retrieval::language::{retrieval_language, spaced_words};
+use crate::retrieval::language::{retrieval_language, spaced_pieces, spaced_words};
 use crate::table::read_text;
 use crate::text::{fold, normalise, simplified};
 use querl_core::config::{Language, RetrievalConfig};
@@ -11,7 +11,6 @@ use std::path::Path;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 use tantivy::tokenizer::{LowerCaser, TextAnalyzer, Token, TokenStream, Tokenizer};
 use tantivy_jieba::jieba_rs::{Jieba, TokenizeMode};
-use unicode_segmentation::UnicodeSegmentation;
 
 /// A tenant's user dictionary and synonyms.
 pub(crate) struct Vocabulary {
@@ -138,7 +137,7 @@ impl Segmenter {
     /// Splits a text into words and the text between them, in order.
     fn pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
         match self.is_spaced() {
-            true => text.split_word_bounds().collect(),
+            true => spaced_pieces(text),
             false => {
                 let folded = simplified(text);
                 let tokens = self.jieba.cut(&folded, true);
@@ -530,6 +529,11 @@ mod tests {
         let rest = english
             .text_without_words_of("HydroJet kettle: limescale removal cycle", "how do I remove scale from kettles");
         assert_eq!(rest, "HydroJet limescale cycle");
+        // Symptom: `Bürger` remained, since `Bürger:innen` was one piece of two words.
+        let german = WordSegmenter(Segmenter::default().in_language(Language::De));
+        assert_eq!(german.text_without_words_of("Bürger:innen Antrag", "Bürger"), "innen Antrag");
+        let expected = ["Bürger", ":", "innen", ",", " ", "snake", "_", "case"];
+        assert_eq!(german.pieces("Bürger:innen, snake_case"), expected);
     }
 
     fn read_synonyms(text: &str) -> Result<Synonyms, String> {

@@ -116,14 +116,18 @@ fn guess(path: &Path) -> io::Result<TextEncoding> {
 }
 
 /// Whether every run of bytes outside ASCII in a file that is valid GB18030 is part of a word of a Western European language in
-/// windows-1252. In GB18030 the runs of common Chinese characters have two bytes or more, the first of them a symbol or a capital letter.
+/// windows-1252, apart from `€`. In GB18030 the runs of common Chinese characters have two bytes or more, the first of them a symbol or a
+/// capital letter.
 fn is_western(path: &Path) -> io::Result<bool> {
-    let (mut before, mut run) = (b' ', Vec::new());
+    let (mut before, mut run, mut has_word) = (b' ', Vec::<u8>::new(), false);
     for byte in BufReader::new(File::open(path)?).bytes() {
         let byte = byte?;
-        if byte.is_ascii() {
-            if !run.is_empty() && !is_western_run(before, &run, byte) {
-                return Ok(false);
+        if byte.is_ascii() || (byte == EURO && run.is_empty()) {
+            if !run.is_empty() {
+                if !is_western_run(before, &run, byte) {
+                    return Ok(false);
+                }
+                has_word = true;
             }
             run.clear();
             before = byte;
@@ -133,8 +137,11 @@ fn is_western(path: &Path) -> io::Result<bool> {
             run.push(byte);
         }
     }
-    Ok(run.is_empty() || is_western_run(before, &run, b' '))
+    Ok(if run.is_empty() { has_word } else { is_western_run(before, &run, b' ') })
 }
+
+/// `€` in windows-1252, and in GB18030 where it is not the second byte of a pair.
+const EURO: u8 = 0x80;
 
 /// "öß" in `Größe`, "éé" in `créées`.
 const MAX_WESTERN_RUN: usize = 2;
@@ -378,7 +385,9 @@ mod tests {
     #[test]
     fn western_words_that_are_valid_gb18030_are_windows_1252() {
         let german = "id,text\na,Die Gebühren für Führerscheine\nb,Öffnungszeiten und Größe der ÄMTER\n";
-        for text in [german, "a,Les fenêtres créées près du château\n"] {
+        // Symptom of `€`: with it, German was read as GB18030.
+        let euros = "id,text,fee\na,Die Gebühren für Führerscheine,5 €\nb,Öffnungszeiten,€€€\n";
+        for text in [german, euros, "a,Les fenêtres créées près du château\n"] {
             let bytes = WINDOWS_1252.encode(text).0;
             assert!(GB18030.decode_without_bom_handling_and_without_replacement(&bytes).is_some());
             assert_eq!(read(&bytes), Ok((TextEncoding::Guessed(WINDOWS_1252), text.to_owned())));
@@ -387,6 +396,11 @@ mod tests {
         let mixed = "id,text\na,VC泡腾片 how to use\nb,USB-C接口\n";
         for text in [mixed, "T恤,p1\n", "U盘,p2\n", "A股,p3\n", "x光,p4\n", "K歌,p5\n", "iPhone壳 black\n"] {
             assert_eq!(read(&GB18030.encode(text).0), Ok((TextEncoding::Guessed(GB18030), text.to_owned())));
+        }
+        for text in ["问题,价格\n鱼油,5 €\n", "T恤,5 €\n", "€5,p1\n", "price,5 €"] {
+            // As CP936 has it: one byte.
+            let bytes: Vec<Vec<u8>> = text.split('€').map(|part| GB18030.encode(part).0.into_owned()).collect();
+            assert_eq!(read(&bytes.join(&EURO)), Ok((TextEncoding::Guessed(GB18030), text.to_owned())));
         }
         // A Chinese character anywhere decides.
         let one = [&WINDOWS_1252.encode(german).0[..], &GB18030.encode("c,问题\n").0].concat();

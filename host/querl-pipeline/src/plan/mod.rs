@@ -26,7 +26,7 @@ pub use tokens::{Coverage, TokenizerFacts, UnknownChars};
 use crate::failure::Stop;
 use crate::hub_name;
 use crate::ledger::{Ledger, StageName, listing};
-use crate::report::win_rate_note;
+use crate::report::scores_count_words;
 use crate::run::{Run, async_runtime, outside_for_scoring};
 use crate::stages::changed_since_data;
 use inputs::PlanInputs;
@@ -115,7 +115,7 @@ pub fn plan(
     };
     let changed_since_data = changed(config, &dir, run.as_ref(), has_dataset);
     let looked_up = look_up(config, &inputs, run.as_ref())?;
-    let has_win_rate = win_rate_note(&config.retrieval).is_none();
+    let has_win_rate = !scores_count_words(&config.retrieval);
     let rows = looked_up.as_ref().map(|found| found.rows.as_slice()).unwrap_or_default();
     let teacher = looked_up.as_ref().map(|found| {
         let mut teacher = TeacherHeadroom::of(&found.rows, found.n_failed, has_win_rate);

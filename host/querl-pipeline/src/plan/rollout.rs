@@ -23,6 +23,8 @@ use std::collections::HashSet;
 pub(super) const N_QUERIES: usize = 8;
 /// Maximum number of samples per query of the trial rollout.
 const MAX_SAMPLES: usize = 8;
+/// Number of samples per query where RL takes one, which has no variance.
+const SAMPLES_IN_PLACE_OF_ONE: usize = 4;
 /// Name of the policy if fine-tuning is not finished.
 const BASE: &str = "base";
 /// Tolerance for equal totals.
@@ -75,10 +77,14 @@ pub struct RolloutFacts {
     pub empty_share: f64,
     /// Share of samples that reached the token limit.
     pub truncated_share: f64,
+    /// Whether the RL algorithm compares the samples of a query.
+    #[serde(skip)]
+    pub(super) needs_groups: bool,
 }
 
 impl RolloutFacts {
-    pub(super) fn of(policy: &'static str, groups: &[SampledGroup], n_samples: usize) -> Self {
+    pub(super) fn of(policy: &'static str, groups: &[SampledGroup], config: &RlConfig) -> Self {
+        let n_samples = groups.len() * n_samples(config);
         let sum = |of: fn(&SampledGroup) -> usize| groups.iter().map(of).sum::<usize>();
         let deviations: Vec<f64> = groups.iter().filter_map(|group| standard_deviation(&group.totals)).collect();
         let n_equal = deviations.iter().filter(|deviation| **deviation < EQUAL).count();
@@ -94,6 +100,7 @@ impl RolloutFacts {
             dropped_share: share(sum(|group| group.n_dropped), n_samples),
             empty_share: share(sum(|group| group.n_empty), n_samples),
             truncated_share: share(sum(|group| group.n_truncated), n_samples),
+            needs_groups: config.algorithm.needs_groups(),
         }
     }
 
@@ -131,12 +138,24 @@ impl RolloutFacts {
         } else if self.zero_variance_share >= BAD_SHARE {
             (
                 Level::Bad,
-                "rewards do not distinguish samples: add a graded reward, raise rl.temperature, or use PPO with a critic",
+                match self.needs_groups {
+                    true => {
+                        "rewards do not distinguish samples: add a graded reward, raise rl.temperature, or use PPO with a critic"
+                    }
+                    false => "rewards do not distinguish samples: add a graded reward, or raise rl.temperature",
+                },
             )
         } else if self.zero_variance_share >= WEAK_SHARE {
             (
                 Level::Weak,
-                "raise rl.n_samples or rl.temperature: a query with equal rewards teaches GRPO and RLOO nothing",
+                match self.needs_groups {
+                    true => {
+                        "raise rl.n_samples or rl.temperature: a query with equal rewards teaches GRPO and RLOO nothing"
+                    }
+                    false => {
+                        "raise rl.temperature, or add a graded reward: many queries have equal rewards for all samples"
+                    }
+                },
             )
         } else if self.dropped_share > WEAK_SHARE {
             (
@@ -172,12 +191,12 @@ pub(super) fn trial_rollout(run: &Run, train: &[DatasetRow]) -> anyhow::Result<R
     let rows: Vec<DatasetRow> = spread(train, N_QUERIES, |_| true).into_iter().cloned().collect();
     let (policy, responses) = sample(run, &rows)?;
     let groups = score(run, &rows, &responses)?;
-    Ok(RolloutFacts::of(policy, &groups, rows.len() * n_samples(&run.config.rl)))
+    Ok(RolloutFacts::of(policy, &groups, &run.config.rl))
 }
 
-/// Number of samples per query: that of RL, but at least two, which have a variance.
+/// Number of samples per query: that of RL up to [`MAX_SAMPLES`], or [`SAMPLES_IN_PLACE_OF_ONE`].
 fn n_samples(config: &RlConfig) -> usize {
-    config.n_samples.clamp(2, MAX_SAMPLES)
+    if config.n_samples < 2 { SAMPLES_IN_PLACE_OF_ONE } else { config.n_samples.min(MAX_SAMPLES) }
 }
 
 /// Generates responses to each row.
@@ -285,6 +304,7 @@ fn is_repetitive(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use querl_core::config::RlAlgorithm;
 
     const N_SAMPLES: usize = 4;
 
@@ -292,7 +312,7 @@ mod tests {
     #[test]
     fn queries_are_sampled_as_often_as_in_rl_within_limits() {
         let of = |n| n_samples(&RlConfig { n_samples: n, ..RlConfig::default() });
-        assert_eq!([of(1), of(4), of(8), of(64)], [2, 4, 8, 8]);
+        assert_eq!([of(1), of(4), of(8), of(64)], [4, 4, 8, 8]);
     }
 
     fn group(totals: &[f64]) -> SampledGroup {
@@ -301,7 +321,8 @@ mod tests {
     }
 
     fn facts(groups: &[SampledGroup]) -> RolloutFacts {
-        RolloutFacts::of("sft", groups, groups.len() * N_SAMPLES)
+        let config = RlConfig { algorithm: RlAlgorithm::Grpo, n_samples: N_SAMPLES, ..RlConfig::default() };
+        RolloutFacts::of("sft", groups, &config)
     }
 
     /// Deviations 0 and sqrt(1/3): of 0, 0, 1 and 1 the mean is 0.5, the sum of squares 1, over 3.
@@ -325,8 +346,13 @@ mod tests {
         assert!(empty.action.starts_with("most responses hold no rewrite"), "{empty:?}");
         let noise = of(SampledGroup { n_repetitive: 3, n_truncated: 4, ..group(&[0.1, 0.2, 0.3, 0.4]) });
         assert!(noise.action.starts_with("most responses repeat one character"), "{noise:?}");
-        let half = facts(&[group(&[1.0; 4]), group(&[1.0; 4]), group(&[0.0, 1.0])]).advice();
-        assert_eq!(half.level, Level::Weak);
+        let half = [group(&[1.0; 4]), group(&[1.0; 4]), group(&[0.0, 1.0])];
+        let advice = facts(&half).advice();
+        assert!(advice.level == Level::Weak && advice.action.contains("rl.n_samples"), "{advice:?}");
+        // Symptom: PPO with one sample per query was told that GRPO needs more.
+        let advice = RolloutFacts::of("sft", &half, &RlConfig::default()).advice();
+        assert!(advice.level == Level::Weak && advice.action.starts_with("raise rl.temperature"), "{advice:?}");
+        assert!(!RolloutFacts { needs_groups: false, ..facts(&[group(&[1.0; 4])]) }.advice().action.contains("PPO"));
     }
 
     /// Regression: texts of one repeated character, each of another length, counted as distinct.

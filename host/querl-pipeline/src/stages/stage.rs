@@ -194,6 +194,10 @@ pub(crate) fn add_thinking(inputs: &mut Inputs, config: &Config) {
 pub(crate) fn add_target_forms(inputs: &mut Inputs, config: &Config) {
     if config.data.rewrite_form == RewriteForm::Edit {
         inputs.text(&format!("{FORMS_OF_EDITS} in targets"), edits::VERSION);
+        // With retrieval by a service there is no version of the index, which is that of the words.
+        if retrieval_language(&config.retrieval) != Language::Zh {
+            inputs.text(&format!("{FORMS_OF_EDITS} in words between spaces"), 2);
+        }
     }
 }
 
@@ -360,7 +364,9 @@ mod tests {
         config.data.rewrite_form = RewriteForm::Edit;
         add_target_forms(&mut edit, &config);
         edit.text(FORMS_OF_EDITS, edits::VERSION);
-        assert!(edit.has("forms of edits in targets") && !full.has("forms of edits in targets"));
+        for name in ["forms of edits in targets", "forms of edits in words between spaces"] {
+            assert!(edit.has(name) && !full.has(name), "{name}");
+        }
         add_retrieval(&mut edit, &config).unwrap();
         assert!(edit.has(INDEX) && !full.has(INDEX));
         for name in ["synonyms", "language of the passages", "cross-encoder", "modules.json of embedding model"] {
