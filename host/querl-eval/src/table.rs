@@ -303,10 +303,10 @@ fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
 
 /// One line for each system that failed on some queries, for tables and reports.
 pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
-    let has_rewards =
-        evaluation.systems.values().any(|system| matches!(system.metrics.get(&Metric::Reward), Some(Some(_))));
-    let without =
-        evaluation.systems_in_order().into_iter().filter(|(_, system)| has_rewards && system.n_without_reward > 0);
+    let has_reward =
+        |metrics: &BTreeMap<Metric, Option<Interval>>| metrics.get(&Metric::Reward).copied().flatten().is_some();
+    let without = evaluation.systems_in_order().into_iter();
+    let without = without.filter(|(_, system)| system.n_without_reward > 0 && has_reward(&system.metrics));
     let without: Vec<String> =
         without.map(|(name, system)| format!("{name} {} of {}", system.n_without_reward, system.n_scored)).collect();
     let without = (!without.is_empty()).then(|| {

@@ -349,7 +349,7 @@ mod tests {
         let half = [group(&[1.0; 4]), group(&[1.0; 4]), group(&[0.0, 1.0])];
         let advice = facts(&half).advice();
         assert!(advice.level == Level::Weak && advice.action.contains("rl.n_samples"), "{advice:?}");
-        // Symptom: PPO with one sample per query was told that GRPO needs more.
+        // Symptom: PPO with one sample per query got the advice for GRPO.
         let advice = RolloutFacts::of("sft", &half, &RlConfig::default()).advice();
         assert!(advice.level == Level::Weak && advice.action.starts_with("raise rl.temperature"), "{advice:?}");
         assert!(!RolloutFacts { needs_groups: false, ..facts(&[group(&[1.0; 4])]) }.advice().action.contains("PPO"));
