@@ -36,13 +36,13 @@ pub(crate) fn t_quantile(n: usize) -> Option<f64> {
     n.checked_sub(2).and_then(|index| T_QUANTILES.get(index)).copied()
 }
 
-/// Student's t interval of the mean of independent values, 95%; `None` for fewer than two.
+/// Student's t interval of the mean of independent values, 95%; `None` for fewer than three: that of two is too wide to show anything.
 pub(crate) fn t_interval(values: &[f64]) -> Option<[f64; 2]> {
     let n = values.len() as f64;
     let mean = values.iter().sum::<f64>() / n;
     let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
     let half = t_quantile(values.len()).unwrap_or(Z_QUANTILE) * (squares / (n - 1.0) / n).sqrt();
-    (values.len() > 1).then_some([mean - half, mean + half])
+    (values.len() > 2).then_some([mean - half, mean + half])
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -138,7 +138,7 @@ mod tests {
     fn an_interval_over_runs_is_that_of_student() {
         let [low, high] = t_interval(&[-0.216, 0.0, -0.079, -0.036]).unwrap();
         assert!((low + 0.23315).abs() < 1e-4 && (high - 0.06765).abs() < 1e-4, "{low} {high}");
-        assert_eq!((t_interval(&[0.5]), t_interval(&[0.5, 0.5])), (None, Some([0.5, 0.5])));
+        assert_eq!((t_interval(&[0.5, 0.4]), t_interval(&[0.5, 0.5, 0.5])), (None, Some([0.5, 0.5])));
     }
 
     #[test]

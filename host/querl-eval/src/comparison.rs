@@ -513,9 +513,7 @@ impl Comparison {
         }
         for (name, n_empty) in names.iter().zip(self.n_empty).filter(|(_, n_empty)| *n_empty > 0) {
             let n = self.n;
-            lines.push(format!(
-                "no hits: {name} on {n_empty} of {n}, as for a response without a rewrite; a miss, not a failure"
-            ));
+            lines.push(format!("no hits: {name} on {n_empty} of {n}; misses, not failures"));
         }
         for (side, name) in names.iter().enumerate() {
             let (other, n_seen, n_unpaired) = (names[1 - side], self.n_seen_by_other[side], self.n_unpaired[side]);
@@ -576,7 +574,7 @@ impl Comparison {
         };
         let share = (300.0 / n_groups as f64).min(100.0);
         lines.push(format!(
-            "{what}: the interval has room for {share:.1}% of groups that differ from these {n_groups} (rule of three)"
+            "{what}: up to {share:.1}% of unseen groups may (3 of {n_groups}, rule of three), for which the interval has room"
         ));
         lines
     }

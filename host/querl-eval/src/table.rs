@@ -177,7 +177,7 @@ fn difference_text(metric: Metric, found: Difference) -> String {
 pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts, differing: &[String]) -> String {
     let mut text = paragraphs(&evaluation.pooled.outdated) + &paragraphs(differing);
     text.push_str(&format!(
-        "{} runs, each query averaged over them; intervals are over the queries, for these runs\n",
+        "{} runs, each query averaged over them; intervals are for new queries, not for new seeds\n",
         evaluation.runs.len()
     ));
     text.push_str(&figures(&evaluation.pooled, facts));
@@ -227,12 +227,16 @@ fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
         }
         let cells = metrics.iter().map(|metric| {
             let ends = pooled.get(metric).copied().flatten().and_then(|found| found.over_runs);
+            // Of equal runs, as where no seed takes part, there is none.
+            let ends = ends.filter(|[low, high]| high - low > 1e-9);
             or_dash(ends, |ends| {
                 let [low, high] = ends.map(|end| metric.format_signed(end));
                 format!("[{low}, {high}]")
             })
         });
-        grid.push(std::iter::once("  95% interval over the runs".to_owned()).chain(cells).collect());
+        if evaluation.runs.len() > 2 {
+            grid.push(std::iter::once("  95% interval over the runs".to_owned()).chain(cells).collect());
+        }
     }
     grid
 }
@@ -287,15 +291,13 @@ fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
     lines.extend(facts.plugin_notes.iter().cloned());
     let mut differences = evaluation.pairs.values().flat_map(BTreeMap::values).flatten();
     let over_runs = match differences.any(|found| found.over_runs.is_some()) {
-        true => {
-            "; with several runs `*` and the verdict need an interval over the runs (Student's t) that excludes 0 too"
-        }
+        true => ", and so does that over the runs (Student's t; last table)",
         false => "",
     };
     lines.push(format!(
-        "mean [95% interval], {} bootstrap resamples of whole query groups; `*` marks a difference whose interval excludes 0; \
-         `-` means the metric does not apply{over_runs}; `querl release check` widens intervals of few groups, and where no group loses or \
-         gains (rule of three)",
+        "mean [95% interval], {} bootstrap resamples of whole query groups; `*`: the interval of the difference excludes 0{over_runs}; `-` \
+         means the metric does not apply; `querl release check` widens intervals of few groups, and where no group loses or gains \
+         (rule of three)",
         evaluation.n_resamples
     ));
     lines.iter().fold(String::new(), |text, line| text + line + "\n")
@@ -311,7 +313,7 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
         without.map(|(name, system)| format!("{name} {} of {}", system.n_without_reward, system.n_scored)).collect();
     let without = (!without.is_empty()).then(|| {
         format!(
-            "answers without a reward, as where the teacher has no rewrite to compare with: {}; left out of the means and differences of \
+            "rewrites without a reward (one cause: the teacher has none to compare with): {}; left out of the means and differences of \
              rewards",
             without.join(", ")
         )

@@ -55,7 +55,8 @@ pub(crate) fn first_paragraph(evaluation: &Evaluation) -> String {
     let differences = metric.map(|metric| RIVALS.map(|(rival, _)| against(evaluation, rival, metric)));
     let n = differences.iter().flatten().flatten().map(|found| found.n_groups).max().unwrap_or_default();
     let what = match metric.filter(|_| n < evaluation.n_groups) {
-        Some(metric) => format!("{n} of {} groups of test queries have {}", evaluation.n_groups, metric.label()),
+        Some(Metric::Top1) => format!("{n} of {} groups have test queries with gold passages", evaluation.n_groups),
+        Some(metric) => format!("{n} of {} groups have test queries with {}", evaluation.n_groups, metric.label()),
         None => format!("{} of test queries", plural(n, "group")),
     };
     let too_few =
@@ -136,7 +137,7 @@ fn comparisons(metric: Metric, found: &dyn Fn(&str) -> Option<Difference>) -> St
             let is_by_queries_alone = !found.excludes_zero() && Difference { over_runs: None, ..found }.excludes_zero();
             let over_runs = found.over_runs.filter(|_| is_by_queries_alone).map(|ends| {
                 let [low, high] = ends.map(|value| metric.format_signed(value));
-                format!("; over the runs [{low}, {high}]")
+                format!("; 95% interval over the runs [{low}, {high}]")
             });
             format!(" ({mean} [{low}, {high}]{})", over_runs.unwrap_or_default())
         });
@@ -302,7 +303,7 @@ mod tests {
         *of_raw = difference(Better).map(|found| Difference { over_runs: Some([-0.05, 0.45]), ..found });
         let said = rl_verdict(&evaluation);
         let expected = "RL is not shown to differ from the raw queries \
-                        (+20.0, 95% interval [+10.0, +30.0]; over the runs [-5.0, +45.0]), is better than SFT (+20.0 [+10.0, +30.0])";
+                        (+20.0, 95% interval [+10.0, +30.0]; 95% interval over the runs [-5.0, +45.0]), is better than SFT (+20.0 [+10.0, +30.0])";
         assert!(said[0].contains(expected), "{}", said[0]);
     }
 

@@ -245,7 +245,7 @@ fn groups_without_a_loss_do_not_prove_that_there_is_none() {
         none.conclusion(["a", "b"]).ends_with("without a larger --margin; these 40 exclude a loss of more than 0.1500")
     );
     let text = none.to_text(["a", "b"]);
-    assert!(text.contains("the interval has room for 15.0% of groups that differ from these 20"), "{text}");
+    assert!(text.contains("up to 15.0% of unseen groups may (3 of 20, rule of three)"), "{text}");
     let with_margin = compared(&first, &second, 0.1);
     assert_eq!((with_margin.verdict, with_margin.n_needed), (ComparisonVerdict::Unclear, Some(60)), "30 groups");
     let (first, second) = (records(|_| "other", 62), records(|_| "another", 62));

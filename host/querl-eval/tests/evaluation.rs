@@ -387,13 +387,13 @@ fn answers_without_a_reward_are_counted() {
     let evaluation = evaluate(&records, &OPTIONS).unwrap();
     assert_eq!(evaluation.systems["rl"].n_without_reward, 1);
     let text = table(&evaluation, &support::facts());
-    assert!(text.contains("has no rewrite to compare with: rl 1 of 2; left out of the means"), "{text}");
+    assert!(text.contains("rewrites without a reward (one cause: the teacher has none to compare with): rl 1 of 2; left out of the means"), "{text}");
     let without = records.map(|mut record| {
         record.outcome.as_mut().into_iter().for_each(|answer| answer.reward = None);
         record
     });
     let text = table(&evaluate(&without, &OPTIONS).unwrap(), &support::facts());
-    assert!(!text.contains("answers without a reward"), "a run without rewards: {text}");
+    assert!(!text.contains("without a reward"), "a run without rewards: {text}");
 }
 
 /// Regression: the verdict rested on the one group with gold passages.
@@ -407,7 +407,7 @@ fn a_difference_of_one_group_shows_nothing() {
     assert_eq!((top1.mean, top1.n, top1.n_groups, evaluation.n_groups), (1.0, 2, 1, 20));
     assert!(!top1.excludes_zero());
     let text = table(&evaluation, &support::facts());
-    let expected = "Only 1 of 20 groups of test queries have top-1 %, so that what follows may be chance. By top-1 % of 2 of 40 queries, RL was";
+    let expected = "Only 1 of 20 groups have test queries with gold passages, so that what follows may be chance. By top-1 % of 2 of 40 queries, RL was";
     assert!(text.split_whitespace().collect::<Vec<_>>().join(" ").contains(expected), "{text}");
 }
 

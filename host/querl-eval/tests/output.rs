@@ -142,14 +142,18 @@ fn page_without_a_second_retriever_and_samples_has_no_tables_of_them() {
 
 #[test]
 fn seeds_table_shows_each_run_below_the_pooled_differences() {
-    let runs = [invented_records(10), invented_records(12)];
+    let runs = [10, 12, 14].map(invented_records);
     let text = seeds_table(&evaluate_seeds(&runs, &OPTIONS).unwrap(), &facts(), &["they differ".to_owned()]);
     assert!(
-        text.starts_with("they differ\n2 runs, each query averaged over them; intervals are over the queries"),
+        text.starts_with("they differ\n3 runs, each query averaged over them; intervals are for new queries"),
         "{text}"
     );
     assert!(text.contains("\nrl - sft, 1  ") && text.contains("\nrl - sft, 2  "), "{text}");
-    assert!(text.contains("\n  95% interval over the runs  [") && text.contains("; with several runs `*`"), "{text}");
+    assert!(
+        text.contains("\n  95% interval over the runs  [")
+            && text.contains("that over the runs (Student's t; last table)"),
+        "{text}"
+    );
 }
 
 /// Regression: the page called a difference of one group better, and the table did not.

@@ -308,9 +308,9 @@ fn follows_measure(evidence: &Evidence<'_>) -> Vec<Sign> {
         let follows = r.abs() >= least && direction * with_quality <= FOLLOWS_NOT;
         let message = || {
             format!(
-                "{} predicts the reward within queries (r = {r:+.2}) and not the quality (r = {with_quality:+.2}), and goes from {:.3} \
-                 to {:.3}",
+                "{} predicts the reward within queries (r = {r:+.2}) and not the quality ({}), and goes from {:.3} to {:.3}",
                 shown(&one.name),
+                r_quality(r, with_quality),
                 change.early,
                 change.late
             )
@@ -320,13 +320,19 @@ fn follows_measure(evidence: &Evidence<'_>) -> Vec<Sign> {
     evidence.measures.iter().filter_map(rule).collect()
 }
 
+/// The correlation of a text property with quality, next to its correlation with the reward.
+fn r_quality(r_reward: f64, r: f64) -> String {
+    let is_opposite = r_reward * r < 0.0 && r.abs() > FOLLOWS_NOT;
+    format!("r = {r:+.2}{}", if is_opposite { ", the other way" } else { "" })
+}
+
 fn follows_term(rule: &TokenRule) -> Sign {
     let message = format!(
-        "`{}` predicts the reward within queries (r = {:+.2}) and not the quality (r = {:+.2}); {:.0} % of the rewrites have it, {:.0} % \
-         in the first steps",
+        "`{}` predicts the reward within queries (r = {:+.2}) and not the quality ({}); {:.0} % of the rewrites have it, {:.0} % in the \
+         first steps",
         shown(&rule.token),
         rule.r_reward,
-        rule.r_quality,
+        r_quality(rule.r_reward, rule.r_quality),
         100.0 * rule.late_share,
         100.0 * rule.early_share
     );

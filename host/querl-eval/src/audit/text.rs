@@ -78,7 +78,7 @@ pub(super) fn cells(one: &Measure) -> [String; 6] {
 pub(super) fn title(kind: MeasureKind) -> &'static str {
     match kind {
         MeasureKind::Reward | MeasureKind::Component => "reward",
-        MeasureKind::Quality => "quality, independent of the reward",
+        MeasureKind::Quality => "quality",
         MeasureKind::Hint => "hints of quality",
         MeasureKind::Text => "text",
     }

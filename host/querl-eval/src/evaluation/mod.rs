@@ -140,14 +140,14 @@ pub struct Difference {
     pub n: usize,
     /// Number of groups of these queries.
     pub n_groups: usize,
-    /// Of several runs, Student's t interval of the mean differences of the runs, 95%: the variation between training seeds, which the
+    /// Of three or more runs, Student's t interval of the mean differences of the runs, 95%: the variation between training seeds, which the
     /// interval over queries lacks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub over_runs: Option<[f64; 2]>,
 }
 
 impl Difference {
-    /// True if the whole interval is above or below 0, and of several runs that over the runs as well. The interval of a single group has
+    /// True if the whole interval is above or below 0, and of three or more runs that over the runs as well. The interval of a single group has
     /// no width and shows nothing.
     pub fn excludes_zero(&self) -> bool {
         self.shown() != Ordering::Equal
@@ -267,7 +267,7 @@ impl Evaluation {
         let (n, what) = match least {
             Some((n, metric, first, second)) => (
                 n,
-                format!("{n} of {} groups of queries have {} for {first} - {second}", self.n_groups, metric.label()),
+                format!("{n} of {} groups have queries with {} for {first} - {second}", self.n_groups, metric.label()),
             ),
             None => (self.n_groups, format!("{} of queries", plural(self.n_groups, "group"))),
         };

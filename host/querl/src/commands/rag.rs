@@ -50,7 +50,7 @@ pub struct CheckArgs {
     /// Send this query instead of the first queries of the table; may be given several times
     #[arg(long, value_name = "TEXT")]
     query: Vec<String>,
-    /// Number of queries of the table, from its first; 30 or more with gold ids show whether reranking helps
+    /// Number of queries of the table, from its first; 30 or more with gold ids and hits show whether reranking helps
     #[arg(long = "n_queries", visible_alias = "n-queries", value_name = "N", default_value_t = N_QUERIES, conflicts_with = "query")]
     n_queries: usize,
     #[command(flatten)]
@@ -149,6 +149,7 @@ fn findings(queries: &[QueryResult], config: &Config, models: &LocalModels) -> V
         }
         return findings;
     }
+    findings.extend(no_hits(queries, config.retrieval.score_threshold));
     findings.extend([ids(&hits), texts(&hits), scores(&hits)]);
     findings.extend(gold(queries));
     findings.extend(reranking(queries));
@@ -159,6 +160,16 @@ fn findings(queries: &[QueryResult], config: &Config, models: &LocalModels) -> V
 fn answers(queries: &[QueryResult], n_answers: usize) -> Finding {
     let sentence = format!("{n_answers} of {} queries were answered", queries.len());
     Finding { name: "answers", ok: n_answers == queries.len(), sentence }
+}
+
+/// Queries for which nothing was found; `None` if there are none.
+fn no_hits(queries: &[QueryResult], score_threshold: f64) -> Option<Finding> {
+    let n = queries.iter().filter(|asked| asked.answer.as_ref().is_ok_and(Vec::is_empty)).count();
+    let sentence = format!(
+        "nothing was found for {n} of {} queries (retrieval.score_threshold is {score_threshold:?})",
+        queries.len()
+    );
+    (n > 0).then_some(Finding { name: "hits", ok: 2 * n <= queries.len(), sentence })
 }
 
 fn ids(hits: &[&Hit]) -> Finding {
@@ -315,6 +326,20 @@ mod tests {
         assert!(!reranking(&queries(20, 10)).unwrap().ok);
         assert!(reranking(&queries(10, 20)).unwrap().ok);
         assert_eq!(reranking(&queries(20, 9)), None);
+    }
+
+    #[test]
+    fn queries_without_hits_are_counted() {
+        let asked =
+            |answer| QueryResult { query: "q".into(), latency_ms: 1.0, gold_ids: Vec::new(), answer: Ok(answer) };
+        let found = || asked(vec![hit("a", "甲", 0.5)]);
+        assert_eq!(no_hits(&[found()], 0.5), None);
+        let most = no_hits(&[found(), asked(Vec::new()), asked(Vec::new())], 0.5).unwrap();
+        assert!(
+            !most.ok
+                && most.sentence.starts_with("nothing was found for 2 of 3 queries (retrieval.score_threshold is 0.5")
+        );
+        assert!(no_hits(&[found(), asked(Vec::new())], 0.5).unwrap().ok);
     }
 
     #[test]
