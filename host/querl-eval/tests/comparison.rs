@@ -89,7 +89,7 @@ fn a_response_without_a_rewrite_is_a_miss_and_counted_as_in_the_evaluation() {
     let found = compared(&failing, &records(|_| "gold", 60), 0.0);
     assert_eq!((found.verdict, found.n, found.means[0]), (ComparisonVerdict::Lost, 60, 0.5));
     assert_eq!((&found.failures, found.n_empty), (&[BTreeMap::new(), BTreeMap::new()], [30, 0]));
-    assert!(found.to_text(["a", "b"]).contains("\nno hits: a on 30 of 60, "), "{}", found.to_text(["a", "b"]));
+    assert!(found.to_text(["a", "b"]).contains("\nno hits: a on 30 of 60; "), "{}", found.to_text(["a", "b"]));
     let options = EvalOptions { split: Split::Test, seed: 1, n_resamples: 10, lookups: Lookups::Made };
     let evaluation = evaluate(&failing, &options).unwrap();
     let rl = &evaluation.systems["rl"];

@@ -247,7 +247,8 @@ impl Plan {
     /// The plan as text for a terminal.
     pub fn to_text(&self) -> String {
         let lines: String = self.advice.iter().map(|advice| advice.line() + "\n").collect();
-        lines + "(ok: nothing to do; ?: not known; !: a gain is less likely, or harder to show; !!: a gain is unlikely)\n"
+        lines
+            + "(ok: nothing to do; ?: not known; !: a gain is less likely, or harder to show; !!: a gain is unlikely)\n"
     }
 }
 
