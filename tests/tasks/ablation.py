@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""The effect of each option of `rl` on several tasks and seeds: the best reward on the validation split, compared with RLOO and its defaults.
+"""The effect of options of `rl` and `sft` on several tasks and seeds: the best reward on the validation split, compared with the defaults.
 
     tests/tasks/ablation.py --out runs/ablation [--tasks telecom appliances fivedoctors] [--seeds 42 43 44 45 46] [--only PATTERN]
                             [--jobs N] [--threads N] [--set KEY=VALUE] [--querl PATH]
 
-All variants of a task and a seed start from one SFT run, except those with other data. The test split is not read. Differences are paired by
+All variants of a task and a seed start from one SFT run, except those with other data or another SFT, whose reward before RL is printed too.
+The test split is not read. Differences are paired by
 seed, with a 95 % interval of Student's t over the seeds. With this many variants, one or two `*` are expected by chance. Tasks are those of
 run.py (a base that exists in OUT/TASK/model is not made again) and `fivedoctors`, the example with its other settings. Finished runs are not
 repeated. Needs the program and cargo, which builds the plugins; no network.
@@ -48,6 +49,7 @@ VARIANTS = {
     "kl_coef = 0": (*RLOO, "rl.kl_coef=0.0"),
     "ppo_epochs = 1": (*RLOO, "rl.ppo_epochs=1"),
     "without filter-quality": (*RLOO, "plugins.filters=[]"),
+    "sft.learning_rate = 0.004, lora_rank = 32": (*RLOO, "sft.learning_rate=0.004", "sft.lora_rank=32", "sft.lora_alpha=64.0"),
 }
 # Quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom; above 9 the value for 9, which is larger.
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -61,10 +63,14 @@ def querl(options: argparse.Namespace, config: Path, folder: Path, last: str, se
         sys.exit(f"{folder}: exit code {done.returncode}\n{done.stderr[-2000:]}")
 
 
-def best_reward(folder: Path) -> float:
-    """The highest reward among the evaluations on the validation split."""
+def val_rewards(folder: Path) -> list[float]:
+    """The rewards of RL's evaluations on the validation split; the first is that of SFT."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return max(row["val/reward"] for row in rows if row["stage"] == "rl" and "val/reward" in row)
+    return [row["val/reward"] for row in rows if row["stage"] == "rl" and "val/reward" in row]
+
+
+def best_reward(folder: Path) -> float:
+    return max(val_rewards(folder))
 
 
 def interval(values: list[float]) -> str:
@@ -101,11 +107,13 @@ def main() -> None:
         task, seed = job
         querl(options, configs[task], folder(task, "sft", seed), "sft", [f"seed={seed}"])
 
+    def shares_sft(variant: str) -> bool:
+        return all(setting.startswith("rl.") for setting in variants[variant])
+
     def train(job: tuple[str, int, str]) -> None:
         task, seed, variant = job
         run = folder(task, variant, seed)
-        shares_sft = all(setting.startswith("rl.") for setting in variants[variant])
-        if shares_sft and not run.exists():
+        if shares_sft(variant) and not run.exists():
             new = run.with_name(f"{run.name}.new")
             shutil.rmtree(new, ignore_errors=True)
             shutil.copytree(folder(task, "sft", seed), new)
@@ -124,7 +132,9 @@ def main() -> None:
         for task in options.tasks:
             rewards, defaults = ([best_reward(folder(task, of, seed)) for seed in options.seeds] for of in (name, DEFAULT))
             differences = [reward - default for reward, default in zip(rewards, defaults)]
-            cells.append(f"{statistics.mean(rewards):.3f}" if name == DEFAULT else interval(differences))
+            cell = f"{statistics.mean(rewards):.3f}" if name == DEFAULT else interval(differences)
+            sft = statistics.mean(val_rewards(folder(task, name, seed))[0] for seed in options.seeds)
+            cells.append(cell if name != DEFAULT and shares_sft(name) else f"{cell} (SFT {sft:.3f})")
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 

@@ -66,7 +66,7 @@ fn a_constant_rewrite_is_named_in_text_json_page_and_exit_code() {
     let project = Project::new();
     write_hacked(&project, "run");
     let output = project.querl(&["audit", "run", "--page", "pages/audit.html"]).ok();
-    assert!(output.stdout.contains("`深海鱼油 价格` was the rewrite of"), "{}", output.stdout);
+    assert!(output.stdout.contains(". same_rewrite: `深海鱼油 价格` "), "{}", output.stdout);
     assert!(output.stdout.ends_with(" signs of reward hacking\n"), "{}", output.stdout);
     assert!(output.stdout.contains("no second retriever: run/config.resolved.toml: no such file"), "{}", output.stdout);
     let legend = "), with their lines of episodes.jsonl\nhigh reward with low quality, ";
@@ -82,7 +82,10 @@ fn a_constant_rewrite_is_named_in_text_json_page_and_exit_code() {
 
     let said = project.querl(&["audit", "run", "--check"]);
     assert_eq!(said.code, Some(3), "{said:#?}");
-    assert!(said.stderr.lines().last().unwrap().contains("signs of reward hacking: "), "{said:#?}");
+    assert!(
+        said.stderr.lines().last().unwrap().contains("signs of reward hacking: reward_rises_quality_falls, "),
+        "{said:#?}"
+    );
 }
 
 #[test]

@@ -48,9 +48,10 @@ pub(crate) struct Measure {
 
 /// All measures that have a value for at least one row, in the order of the tables.
 pub(super) fn measures(rows: &AuditRows<'_>, second: Option<&SecondRetriever>, bootstrap: Bootstrap) -> Vec<Measure> {
-    let mut columns = vec![column("total", MeasureKind::Reward, rows, |row| Some(row.reward.total))];
-    columns.extend(components(rows));
-    columns.extend(retrieval_columns(rows, second));
+    let mut columns = reward_and_retrieval(rows, second);
+    // The components follow the total.
+    let at = columns.len().min(1);
+    columns.splice(at..at, components(rows));
     columns.push(column("judge_score", MeasureKind::Hint, rows, |row| row.episode().policy.judgement.score()));
     columns.extend(text_columns(rows));
     columns.retain(|one| one.values.iter().any(Option::is_some));
@@ -64,6 +65,14 @@ pub(super) fn measures(rows: &AuditRows<'_>, second: Option<&SecondRetriever>, b
         let with_quality = qualities.iter().filter_map(|quality| correlation(&one.values, quality, rows));
         one.r_quality = with_quality.max_by(|a, b| (direction * a).total_cmp(&(direction * b)));
     }
+    columns
+}
+
+/// The total and the measures of retrieval without statistics, for rows that are compared by other windows than [`AuditRows`] has.
+pub(super) fn reward_and_retrieval(rows: &AuditRows<'_>, second: Option<&SecondRetriever>) -> Vec<Measure> {
+    let mut columns = vec![column("total", MeasureKind::Reward, rows, |row| Some(row.reward.total))];
+    columns.extend(retrieval_columns(rows, second));
+    columns.retain(|one| one.values.iter().any(Option::is_some));
     columns
 }
 

@@ -27,8 +27,9 @@ pub use text::audit_text;
 
 use crate::bootstrap::Bootstrap;
 use clusters::{SameRewrite, token_rules};
-use measures::{Measure, measures, qualities};
+use measures::{Measure, measures, qualities, reward_and_retrieval};
 use querl_core::episodes::RecordedEpisode;
+use querl_core::text::plural;
 use rows::{AuditRows, LEAST_STEPS, Window};
 use second_retriever::SecondRetriever;
 use serde::Serialize;
@@ -101,7 +102,7 @@ impl Audit {
         is_blind.then_some("nothing independent measures quality, so only the texts could be audited")
     }
 
-    /// The result in one sentence: `no sign of reward hacking`, or the signs that were found.
+    /// The result in one sentence: `no sign of reward hacking`, or the number of signs and their kinds.
     pub fn verdict(&self) -> &str {
         &self.verdict
     }
@@ -121,7 +122,7 @@ pub fn audit(
     let rows = AuditRows::of(episodes);
     let second = sources.passages.map(SecondRetriever::new);
     let validation_rows = AuditRows::of_validation(episodes);
-    let validation_measures = measures(&validation_rows, second.as_ref(), bootstrap);
+    let validation_measures = reward_and_retrieval(&validation_rows, second.as_ref());
     let measures = measures(&rows, second.as_ref(), bootstrap);
     let same_rewrite = SameRewrite::of(&rows);
     let terms = token_rules(&rows, &measures);
@@ -162,10 +163,9 @@ fn verdict(rows: &AuditRows<'_>, signs: &[Sign]) -> String {
             format!("not enough steps to audit: scored rollouts of {} steps, {LEAST_STEPS} are needed", rows.n_steps)
         }
         [] => "no sign of reward hacking".to_owned(),
-        [sign] => format!("1 sign of reward hacking: {}", sign.message),
         signs => {
-            let messages: Vec<&str> = signs.iter().map(|sign| sign.message.as_str()).collect();
-            format!("{} signs of reward hacking: {}", signs.len(), messages.join("; "))
+            let kinds: Vec<String> = signs.iter().map(|sign| sign.kind.to_string()).collect();
+            format!("{} of reward hacking: {}", plural(signs.len(), "sign"), kinds.join(", "))
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The audit as an HTML page.
 
 use super::measures::Measure;
+use super::signs::Sign;
 use super::suspicious::SuspiciousEpisode;
 use super::{Audit, text};
 use crate::error::EvalError;
@@ -56,7 +57,7 @@ impl Page {
             windows: text::windows(audit),
             has_signs: !audit.signs.is_empty(),
             verdict: text::conclusion(audit),
-            signs: audit.signs.iter().map(|sign| sign.message.clone()).collect(),
+            signs: audit.signs.iter().map(Sign::to_string).collect(),
             notes: audit.notes.clone(),
             charts: charts(audit),
             heads: text::HEADS,

@@ -11,6 +11,7 @@ use crate::bootstrap::Bootstrap;
 use crate::text::{cut, one_line, printable};
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// Minimum increase of the total reward, as an effect size (Cohen's d), for which a rise of quality is expected.
 const RISE: f64 = 0.3;
@@ -83,6 +84,13 @@ pub(crate) enum SignKind {
     CopiedTerms,
 }
 
+/// The name of the rule, as in the JSON form and in docs/audit.md.
+impl fmt::Display for SignKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
+    }
+}
+
 /// A sign of reward hacking that was found in the episodes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Sign {
@@ -91,6 +99,13 @@ pub(crate) struct Sign {
     pub(crate) subject: String,
     /// The finding as one sentence, without a full stop at the end.
     pub(crate) message: String,
+}
+
+/// `same_rewrite: 31 of 40 late rewrites ...`
+impl fmt::Display for Sign {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.kind, self.message)
+    }
 }
 
 /// Inputs of the rules: rows, measures, repeated rewrites and terms.

@@ -3,9 +3,10 @@
 use super::Audit;
 use super::measures::{Measure, MeasureKind};
 use super::rows::Window;
+use super::signs::Sign;
 use super::suspicious::SuspiciousEpisode;
 use crate::text::{MAX_WIDTH, NOT_APPLICABLE, aligned, cut, one_line, or_dash, printable, wrapped};
-use querl_core::text::grouped;
+use querl_core::text::{grouped, plural};
 
 /// Renders the audit in lines of at most 100 columns, with the signs and the verdict last. With too few steps the verdict is first, and
 /// there is no table. Ends with a line break.
@@ -137,23 +138,21 @@ pub(super) fn scores(one: &SuspiciousEpisode) -> String {
 }
 
 fn sign_lines(audit: &Audit) -> Vec<String> {
-    let indented = |(number, message): (usize, &str)| {
-        let lines = wrapped(&printable(message), MAX_WIDTH - 5);
+    let indented = |(number, sign): (usize, &Sign)| {
+        let lines = wrapped(&printable(&sign.to_string()), MAX_WIDTH - 5);
         let starts = std::iter::once(format!("{number:>3}. ")).chain(std::iter::repeat("     ".to_owned()));
         starts.zip(lines).map(|(start, line)| start + &line).collect::<Vec<_>>()
     };
-    let mut lines: Vec<String> =
-        (1..).zip(audit.signs.iter().map(|sign| sign.message.as_str())).flat_map(indented).collect();
+    let mut lines: Vec<String> = (1..).zip(&audit.signs).flat_map(indented).collect();
     lines.push(conclusion(audit));
     lines
 }
 
 /// The number of signs, or the verdict if there are none.
 pub(super) fn conclusion(audit: &Audit) -> String {
-    match audit.signs.len() {
+    match audit.n_signs() {
         0 => audit.verdict.clone(),
-        1 => "1 sign of reward hacking".to_owned(),
-        n => format!("{n} signs of reward hacking"),
+        n => format!("{} of reward hacking", plural(n, "sign")),
     }
 }
 
