@@ -5,9 +5,9 @@
 
 For each word that the gold titles of 3 or more training rows have, a logistic regression (binary words, L2, C = 10) learns from query and
 history whether the title of the gold passage has it. On the validation split the words above --probability, at most --terms, are appended to
-query and history. Printed: top-1 and MRR (0 below rank 5) by a BM25 of this script (title twice, stemmed), which is not querl's index, so that only the
-rows of this table can be compared with each other. Test rows are not read. For languages with spaces between words.
-Needs numpy, scikit-learn and snowballstemmer.
+query and history. Printed: top-1 and MRR (0 below rank 5) by a BM25 of this script (title twice, stemmed), which is not querl's index, so that
+only the rows of this table can be compared with each other. Test rows are not read. For languages with spaces between words; the knowledge base
+is the one that config.resolved.toml of the run names. Needs numpy, scikit-learn and snowballstemmer.
 """
 
 import argparse
@@ -40,9 +40,10 @@ class Bm25:
                 row[index] = idf * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * lengths[index] / mean))
 
     def rank(self, words, gold):
-        """The rank of the best gold passage; of equal scores the first."""
+        """The rank of the best gold passage, of equal scores in the order of the file; None if no gold passage has any of the words."""
         scores = sum((self.weights[word] for word in words if word in self.weights), np.zeros(self.n))
-        return min(int((scores > scores[index]).sum()) + 1 for index in gold)
+        ranks = [int((scores > scores[at]).sum() + (scores[:at] == scores[at]).sum()) + 1 for at in gold if scores[at] > 0]
+        return min(ranks, default=None)
 
 
 def main():
@@ -102,7 +103,7 @@ def main():
     for name, text in systems.items():
         ranks = [index.rank(text(number, row), row[3]) for number, row in enumerate(val)]
         top1 = np.mean([rank == 1 for rank in ranks])
-        mrr = np.mean([1 / rank if rank <= TOP_K else 0 for rank in ranks])
+        mrr = np.mean([1 / rank if rank and rank <= TOP_K else 0 for rank in ranks])
         print(f"{name:40} top-1 {100 * top1:5.1f} %  MRR {mrr:.3f}")
 
 

@@ -20,7 +20,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # The language of the prompt: plugins/prompt-rewrite has Chinese and English.
-LANGUAGES = {"telecom": "zh", "encyclopedia": "zh", "appliances": "en", "claims": "en", "ferries": "en", "buergerservice": "en", "ferries_2000": "en"}
+LANGUAGES = {
+    "telecom": "zh",
+    "encyclopedia": "zh",
+    "appliances": "en",
+    "claims": "en",
+    "ferries": "en",
+    "ferries_2000": "en",
+    "buergerservice": "en",
+}
 DOMAINS = {
     "telecom": "通信服务",
     "encyclopedia": "百科",
@@ -75,7 +83,7 @@ def prepare(name, out, querl):
     task, knowledge = (ROOT / "examples/appliances" if part == "appliances" else HERE / part for part in (queries, base))
     group = 'group_column = "group"\n' if base != queries else ""
     config = CONFIG.format(
-        name=name, base=base, task=task, knowledge=knowledge, group=group, root=ROOT, language=LANGUAGES[base], domain=DOMAINS[base]
+        name=name, base=base, task=task, knowledge=knowledge, group=group, root=ROOT, language=LANGUAGES[queries], domain=DOMAINS[queries]
     )
     (folder / "querl.toml").write_text(config if name == queries else config + SEMANTIC)
     if name != queries and not (folder / "encoder/model.safetensors").exists():

@@ -66,12 +66,14 @@ fn a_constant_rewrite_is_named_in_text_json_page_and_exit_code() {
     let project = Project::new();
     write_hacked(&project, "run");
     let output = project.querl(&["audit", "run", "--page", "pages/audit.html"]).ok();
-    assert!(output.stdout.contains(". same_rewrite: `深海鱼油 价格` "), "{}", output.stdout);
+    assert!(output.stdout.contains("`深海鱼油 价格` was the rewrite of"), "{}", output.stdout);
+    assert!(output.stdout.contains("\n  8. same_rewrite: "), "{}", output.stdout);
     assert!(output.stdout.ends_with(" signs of reward hacking\n"), "{}", output.stdout);
     assert!(output.stdout.contains("no second retriever: run/config.resolved.toml: no such file"), "{}", output.stdout);
     let legend = "), with their lines of episodes.jsonl\nhigh reward with low quality, ";
     assert!(output.stdout.contains(legend), "{}", output.stdout);
-    assert!(project.read("pages/audit.html").contains("深海鱼油 价格"));
+    let page = project.read("pages/audit.html");
+    assert!(page.contains("深海鱼油 价格") && page.contains("<li>same_rewrite: "));
 
     let found = project.json(&["audit", "run", "--show", "3"]);
     let kinds: Vec<&Value> = found["signs"].as_array().unwrap().iter().map(|sign| &sign["kind"]).collect();
@@ -82,10 +84,9 @@ fn a_constant_rewrite_is_named_in_text_json_page_and_exit_code() {
 
     let said = project.querl(&["audit", "run", "--check"]);
     assert_eq!(said.code, Some(3), "{said:#?}");
-    assert!(
-        said.stderr.lines().last().unwrap().contains("signs of reward hacking: reward_rises_quality_falls, "),
-        "{said:#?}"
-    );
+    let last = said.stderr.lines().last().unwrap();
+    assert!(last.contains("9 signs of reward hacking: reward_rises_quality_falls, "), "{last}");
+    assert_eq!(last.matches("reward_follows_term").count(), 1, "two signs of one kind: {last}");
 }
 
 #[test]

@@ -48,10 +48,9 @@ pub(crate) struct Measure {
 
 /// All measures that have a value for at least one row, in the order of the tables.
 pub(super) fn measures(rows: &AuditRows<'_>, second: Option<&SecondRetriever>, bootstrap: Bootstrap) -> Vec<Measure> {
-    let mut columns = reward_and_retrieval(rows, second);
-    // The components follow the total.
-    let at = columns.len().min(1);
-    columns.splice(at..at, components(rows));
+    let mut columns = vec![total(rows)];
+    columns.extend(components(rows));
+    columns.extend(retrieval_columns(rows, second));
     columns.push(column("judge_score", MeasureKind::Hint, rows, |row| row.episode().policy.judgement.score()));
     columns.extend(text_columns(rows));
     columns.retain(|one| one.values.iter().any(Option::is_some));
@@ -68,9 +67,9 @@ pub(super) fn measures(rows: &AuditRows<'_>, second: Option<&SecondRetriever>, b
     columns
 }
 
-/// The total and the measures of retrieval without statistics, for rows that are compared by other windows than [`AuditRows`] has.
+/// The total and the measures of retrieval that have a value, without changes and correlations.
 pub(super) fn reward_and_retrieval(rows: &AuditRows<'_>, second: Option<&SecondRetriever>) -> Vec<Measure> {
-    let mut columns = vec![column("total", MeasureKind::Reward, rows, |row| Some(row.reward.total))];
+    let mut columns = vec![total(rows)];
     columns.extend(retrieval_columns(rows, second));
     columns.retain(|one| one.values.iter().any(Option::is_some));
     columns
@@ -88,6 +87,10 @@ fn column(
 ) -> Measure {
     let values = rows.rows.iter().map(|row| value(row).filter(|value| value.is_finite())).collect();
     Measure { name: name.to_owned(), kind, change: None, r_reward: None, r_quality: None, values }
+}
+
+fn total(rows: &AuditRows<'_>) -> Measure {
+    column("total", MeasureKind::Reward, rows, |row| Some(row.reward.total))
 }
 
 fn components(rows: &AuditRows<'_>) -> Vec<Measure> {

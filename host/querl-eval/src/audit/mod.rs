@@ -164,7 +164,12 @@ fn verdict(rows: &AuditRows<'_>, signs: &[Sign]) -> String {
         }
         [] => "no sign of reward hacking".to_owned(),
         signs => {
-            let kinds: Vec<String> = signs.iter().map(|sign| sign.kind.to_string()).collect();
+            let mut kinds: Vec<String> = Vec::new();
+            for kind in signs.iter().map(|sign| sign.kind.to_string()) {
+                if !kinds.contains(&kind) {
+                    kinds.push(kind);
+                }
+            }
             format!("{} of reward hacking: {}", plural(signs.len(), "sign"), kinds.join(", "))
         }
     }

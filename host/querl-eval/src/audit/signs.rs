@@ -101,7 +101,7 @@ pub(crate) struct Sign {
     pub(crate) message: String,
 }
 
-/// `same_rewrite: 31 of 40 late rewrites ...`
+/// `same_rewrite: 84 % of the late rewrites are texts that many different queries got ...`
 impl fmt::Display for Sign {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.kind, self.message)

@@ -341,8 +341,8 @@ impl RetrievalHeadroom {
             _ => format!("; {} of the raw queries have no hit at all", percent(without_hits)),
         };
         let finding = format!(
-            "rows by the rank of the gold passage, 1, 2 to 5, 6 to 10, 11 to 50, below (of 50 passages, whatever their score): raw query {}; \
-             teacher {}; below 50 for both {} of {n}{no_hits}",
+            "rows with the gold passage at rank 1, 2 to 5, 6 to 10, 11 to 50, not among 50 (without score threshold): raw query {}; \
+             teacher {}; absent for both {} of {n}{no_hits}",
             self.raw.sentence(),
             self.teacher.sentence(),
             percent(absent)
