@@ -164,15 +164,17 @@ fn verdict(rows: &AuditRows<'_>, signs: &[Sign]) -> String {
         }
         [] => "no sign of reward hacking".to_owned(),
         signs => {
-            let mut kinds: Vec<String> = Vec::new();
-            for kind in signs.iter().map(|sign| sign.kind.to_string()) {
-                if !kinds.contains(&kind) {
-                    kinds.push(kind);
-                }
-            }
-            format!("{} of reward hacking: {}", plural(signs.len(), "sign"), kinds.join(", "))
+            // Signs of one kind are adjacent: the rules are applied one after the other.
+            let mut kinds: Vec<String> = signs.iter().map(|sign| sign.kind.to_string()).collect();
+            kinds.dedup();
+            format!("{}: {}", counted(signs), kinds.join(", "))
         }
     }
+}
+
+/// `1 sign of reward hacking`, `2 signs of reward hacking`.
+fn counted(signs: &[Sign]) -> String {
+    format!("{} of reward hacking", plural(signs.len(), "sign"))
 }
 
 fn cautions(rows: &AuditRows<'_>, measures: &[Measure]) -> Vec<String> {

@@ -1,12 +1,12 @@
 //! The audit as text for a terminal, and table rows that the HTML page uses too.
 
-use super::Audit;
 use super::measures::{Measure, MeasureKind};
 use super::rows::Window;
 use super::signs::Sign;
 use super::suspicious::SuspiciousEpisode;
+use super::{Audit, counted};
 use crate::text::{MAX_WIDTH, NOT_APPLICABLE, aligned, cut, one_line, or_dash, printable, wrapped};
-use querl_core::text::{grouped, plural};
+use querl_core::text::grouped;
 
 /// Renders the audit in lines of at most 100 columns, with the signs and the verdict last. With too few steps the verdict is first, and
 /// there is no table. Ends with a line break.
@@ -150,10 +150,7 @@ fn sign_lines(audit: &Audit) -> Vec<String> {
 
 /// The number of signs, or the verdict if there are none.
 pub(super) fn conclusion(audit: &Audit) -> String {
-    match audit.n_signs() {
-        0 => audit.verdict.clone(),
-        n => format!("{} of reward hacking", plural(n, "sign")),
-    }
+    if audit.signs.is_empty() { audit.verdict.clone() } else { counted(&audit.signs) }
 }
 
 /// Explanation of the columns of the table.
