@@ -3,14 +3,16 @@
 //! ```text
 //! =            the query
 //! + TEXT       the query, then TEXT
-//! &            the query, then the history summary
-//! & TEXT       the query, the history summary, then TEXT
+//! &            the expansion of the query
+//! & TEXT       the expansion of the query, then TEXT
 //! TEXT         TEXT
 //! ```
+//!
+//! The expansion of a query is the query and its history summary; in a run with expansion terms (`data.expansion_terms`), a text with these.
 
 use crate::config::RewriteForm;
 use crate::ports::{PluginFault, Prompts};
-use crate::records::Rejection;
+use crate::records::{QueryRow, Rejection};
 
 /// Version of the edit syntax above. A new version makes the stages that read or write edits run again.
 pub const VERSION: u32 = 2;
@@ -19,19 +21,19 @@ pub const VERSION: u32 = 2;
 pub const KEEP: &str = "=";
 /// Prefix of a response that appends a text to the query.
 pub const APPEND: &str = "+";
-/// Prefix of a response that appends the history summary to the query.
+/// Prefix of a response that stands for the expansion of the query: with the history summary, expansion terms, or both.
 pub const WITH_HISTORY: &str = "&";
 
 /// End of a message, without a full stop, that explains the syntax of responses and targets with `data.rewrite_form = "edit"`.
-pub const ARE_EDITS: &str = "are edits of the query (data.rewrite_form = \"edit\"): `=` keeps the query, `+ TEXT` adds to it, `&` adds the history \
-                             summary, `& TEXT` the summary and TEXT, other text replaces it (docs/data.md, \"Edits of the query\")";
+pub const ARE_EDITS: &str = "are edits of the query (data.rewrite_form = \"edit\"): `=` keeps the query, `+ TEXT` adds to it, `&` is the query with \
+                             its history summary or expansion terms, `& TEXT` these and TEXT, other text replaces it (docs/data.md, \"Edits of the query\")";
 
 /// The response that adds `text` to the query.
 pub fn append(text: &str) -> String {
     format!("{APPEND} {text}")
 }
 
-/// The response that adds the history summary and `text`, which may be empty, to the query.
+/// The response that stands for the expansion of the query and `text`, which may be empty.
 pub fn append_history(text: &str) -> String {
     joined(&[WITH_HISTORY, text])
 }
@@ -45,13 +47,49 @@ pub fn joined(parts: &[&str]) -> String {
 /// Maximum number of characters of a history in a search text: the last ones, which are the latest turns.
 const HISTORY_CHARS: usize = 500;
 
-/// Search text of a query, its history summary and an added text. Only the last 500 characters of the history are used, on one line, since
-/// a client of a server may send a whole dialogue.
-pub fn with_history(query: &str, history: &str, added: &str) -> String {
+/// The part of a history that is searched: the last 500 characters, on one line, since a client of a server may send a whole dialogue.
+pub fn recent_history(history: &str) -> String {
     let history = history.split_whitespace().collect::<Vec<_>>().join(" ");
     let n_left_out = history.chars().count().saturating_sub(HISTORY_CHARS);
     let start = history.char_indices().nth(n_left_out).map_or(history.len(), |(start, _)| start);
-    joined(&[query, &history[start..], added])
+    history[start..].to_owned()
+}
+
+/// Search text of a query, its history summary and an added text.
+pub fn with_history(query: &str, history: &str, added: &str) -> String {
+    joined(&[query, &recent_history(history), added])
+}
+
+/// What edits are made of.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct EditParts<'a> {
+    /// The user's query.
+    pub query: &'a str,
+    /// Summary of the conversation before the query; may be empty.
+    pub history: &'a str,
+    /// Expansion of the query in a run with expansion terms; `None`: the query and its history.
+    pub expansion: Option<&'a str>,
+}
+
+impl<'a> From<&'a QueryRow> for EditParts<'a> {
+    fn from(row: &'a QueryRow) -> Self {
+        Self { query: &row.original_query, history: &row.history_summary, expansion: row.expansion.as_deref() }
+    }
+}
+
+impl EditParts<'_> {
+    /// True if `&` is the query.
+    pub fn is_query_alone(&self) -> bool {
+        self.expansion.map_or(self.history.trim().is_empty(), |expansion| expansion.trim() == self.query.trim())
+    }
+
+    /// Search text of the expansion and an added text, which may be empty: `& TEXT`.
+    pub fn expanded(&self, added: &str) -> String {
+        match self.expansion {
+            Some(expansion) => joined(&[expansion, added]),
+            None => with_history(self.query, self.history, added),
+        }
+    }
 }
 
 /// True if a rewrite has no edit marker, so that as a response it is read as that rewrite.
@@ -59,15 +97,15 @@ pub fn is_plain(text: &str) -> bool {
     matches!(Edit::of(text), Edit::Replace(_))
 }
 
-/// Search text of a fine-tuning target; `history` is the summary of the conversation before `query`.
+/// Search text of a fine-tuning target for the query of `parts`.
 ///
 /// # Errors
 /// The target adds an empty text.
-pub fn search_text(target: &str, query: &str, history: &str) -> Result<String, Rejection> {
-    Edit::of(target).apply(query, history)
+pub fn search_text(target: &str, parts: EditParts<'_>) -> Result<String, Rejection> {
+    Edit::of(target).apply(parts)
 }
 
-/// Parses the rewrite in a response to `query` with the prompt plugin; `history` is the summary of the conversation before the query.
+/// Parses the rewrite in a response to the query of `parts` with the prompt plugin.
 /// With [`RewriteForm::Edit`], a marker may also follow what the plugin removes, such as thinking, quotes or list marks.
 ///
 /// # Errors
@@ -75,8 +113,7 @@ pub fn search_text(target: &str, query: &str, history: &str) -> Result<String, R
 pub fn read_rewrite(
     form: RewriteForm,
     prompts: &dyn Prompts,
-    query: &str,
-    history: &str,
+    parts: EditParts<'_>,
     response: &str,
 ) -> Result<Result<String, Rejection>, PluginFault> {
     if form == RewriteForm::Full {
@@ -85,11 +122,11 @@ pub fn read_rewrite(
     let edit = Edit::of(response);
     let text = match edit {
         // Without a text there is nothing for the plugin to parse.
-        Edit::Keep | Edit::WithHistory("") => return Ok(edit.apply(query, history)),
+        Edit::Keep | Edit::WithHistory("") => return Ok(edit.apply(parts)),
         Edit::Append(text) | Edit::WithHistory(text) | Edit::Replace(text) => text,
     };
     let parsed = prompts.parse_rewrite(text)?;
-    Ok(parsed.and_then(|parsed| edit.with_text(&parsed).apply(query, history)))
+    Ok(parsed.and_then(|parsed| edit.with_text(&parsed).apply(parts)))
 }
 
 /// A parsed response, with the text after its marker.
@@ -122,12 +159,12 @@ impl<'a> Edit<'a> {
         }
     }
 
-    fn apply(self, query: &str, history: &str) -> Result<String, Rejection> {
+    fn apply(self, parts: EditParts<'_>) -> Result<String, Rejection> {
         match self {
-            Self::Keep => Ok(query.to_owned()),
+            Self::Keep => Ok(parts.query.to_owned()),
             Self::Append("") => Err(Rejection::by_host("empty_rewrite", "the response adds nothing to the query")),
-            Self::Append(text) => Ok(joined(&[query, text])),
-            Self::WithHistory(text) => Ok(with_history(query, history, text)),
+            Self::Append(text) => Ok(joined(&[parts.query, text])),
+            Self::WithHistory(text) => Ok(parts.expanded(text)),
             Self::Replace(text) => Ok(text.to_owned()),
         }
     }
@@ -158,7 +195,8 @@ mod tests {
 
     #[test]
     fn a_response_keeps_the_query_adds_to_it_or_replaces_it() {
-        let read = |form, response| read_rewrite(form, &Trim, "怎么吃", "问过鱼油", response).unwrap().ok();
+        let parts = EditParts { query: "怎么吃", history: "问过鱼油", expansion: None };
+        let read = |form, response| read_rewrite(form, &Trim, parts, response).unwrap().ok();
         for (response, edit, full) in [
             ("=", Some("怎么吃"), Some("=")),
             (" =\n", Some("怎么吃"), Some("=")),
@@ -182,10 +220,19 @@ mod tests {
         let (added, history) = (append("用法"), append_history(""));
         assert_eq!(read(RewriteForm::Edit, &added).unwrap(), "怎么吃 用法");
         assert_eq!(read(RewriteForm::Edit, &history).unwrap(), "怎么吃 问过鱼油");
-        let without = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "", "& 用法").unwrap().unwrap();
+        let expanded = EditParts { expansion: Some("鱼油 剂量"), ..parts };
+        let of_expanded = |response| read_rewrite(RewriteForm::Edit, &Trim, expanded, response).unwrap().unwrap();
+        assert_eq!(of_expanded("&"), "鱼油 剂量");
+        assert_eq!(of_expanded("& 用法"), "鱼油 剂量 用法");
+        assert_eq!([of_expanded("="), of_expanded("+ 用法")], ["怎么吃", "怎么吃 用法"], "only `&` is the expansion");
+        let alone = EditParts { history: "", ..parts };
+        assert_eq!([alone.is_query_alone(), parts.is_query_alone()], [true, false]);
+        assert!(!EditParts { history: "", ..expanded }.is_query_alone());
+        assert!(EditParts { expansion: Some("怎么吃"), ..parts }.is_query_alone(), "no term was predicted");
+        let without = read_rewrite(RewriteForm::Edit, &Trim, alone, "& 用法").unwrap().unwrap();
         assert_eq!(without, "怎么吃 用法", "no history");
-        assert_eq!(search_text(&append("用法"), "怎么吃", "").unwrap(), "怎么吃 用法");
-        let nothing = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "", "\"+\"").unwrap().unwrap_err();
+        assert_eq!(search_text(&append("用法"), alone).unwrap(), "怎么吃 用法");
+        let nothing = read_rewrite(RewriteForm::Edit, &Trim, alone, "\"+\"").unwrap().unwrap_err();
         assert_eq!(nothing.code, "empty_rewrite");
     }
 

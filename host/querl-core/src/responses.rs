@@ -1,7 +1,7 @@
 //! Responses of the policy: the answer in a response that thinks, and the rewrite in the answer.
 
 use crate::config::{Config, RewriteForm};
-use crate::edits::read_rewrite;
+use crate::edits::{EditParts, read_rewrite};
 use crate::ports::{PluginFault, Prompts};
 use crate::records::Rejection;
 
@@ -41,19 +41,18 @@ impl ResponseForm {
         }
     }
 
-    /// Parses the rewrite in a response to `query` with the prompt plugin; `history` is the summary of the conversation before the query.
+    /// Parses the rewrite in a response to the query of `parts` with the prompt plugin.
     ///
     /// # Errors
     /// The plugin broke its contract; the inner error is a rejection of the response.
     pub fn read(
         self,
         prompts: &dyn Prompts,
-        query: &str,
-        history: &str,
+        parts: EditParts<'_>,
         response: &str,
     ) -> Result<Result<String, Rejection>, PluginFault> {
         match self.answer(response) {
-            Ok(answer) => read_rewrite(self.rewrite, prompts, query, history, answer),
+            Ok(answer) => read_rewrite(self.rewrite, prompts, parts, answer),
             Err(rejection) => Ok(Err(rejection)),
         }
     }

@@ -70,6 +70,8 @@ paths! {
     validated: "data/validated.jsonl",
     /// Rows that the filters dropped, with reasons.
     dropped: "data/dropped.jsonl",
+    /// The model of expansion terms, in runs that use them.
+    expansion: "data/expansion.json",
     /// The fine-tuning stage's folder; `best` and `last` are checkpoints in it.
     sft: "sft",
     /// The PPO stage's folder; `best` and `last` are checkpoints in it.

@@ -66,6 +66,8 @@ pub struct InlineQuery {
     pub columns: Columns,
     /// The teacher's rewrite, for rewards that read it; `None` if there is none.
     pub baseline: Option<String>,
+    /// What the edit `&` stands for; `None`: the query and its history summary.
+    pub expansion: Option<String>,
 }
 
 fn not_blank<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {

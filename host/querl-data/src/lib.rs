@@ -2,11 +2,12 @@
 //!
 //! Input: a query table or a dataset of another framework, a teacher, a knowledge base or a retrieval service, and the tenant's prompt
 //! and filter plugins through their ports. Output: rewrites, the passages that retrieval finds with them, and the three splits of a
-//! dataset. This crate must not depend on models, training or WebAssembly.
+//! dataset. This crate must not depend on language models, their training or WebAssembly.
 
 mod client;
 mod dataset;
 mod error;
+mod expansion;
 mod first_row;
 mod gold_ids;
 mod judge;
@@ -32,6 +33,7 @@ pub use dataset::leaks::{DatasetQueries, Leak, Leaks, SplitRows, find_leaks};
 pub use dataset::records::{Journal, RecordFile, RecordWriter, RowIter, Rows};
 pub use dataset::splits::{RowSplits, Splits};
 pub use error::DataError;
+pub use expansion::{ExpansionForm, ExpansionModel, FittedExpansion, Titles};
 pub use first_row::shown_keys;
 pub use gold_ids::{UnknownGoldIds, check_knowledge_base};
 pub use judge::lexicon::{Intent, Lexicon, Product, QueryIntent};

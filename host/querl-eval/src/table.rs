@@ -352,6 +352,7 @@ pub(crate) fn system_title(name: &str) -> &str {
     match name {
         "raw" => "Raw",
         "with_history" => "With history",
+        "expanded" => "Expanded",
         "prompted" => "Prompted",
         "hyde" => "HyDE",
         "teacher" => "Teacher",

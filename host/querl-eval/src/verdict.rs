@@ -10,8 +10,9 @@ const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeSco
 
 /// The systems that RL is compared with.
 const RIVALS: [(&str, &str); 3] = [("raw", "the raw queries"), ("sft", "SFT"), ("teacher", "the teacher")];
-/// Compared if it was evaluated.
-const WITH_HISTORY: (&str, &str) = ("with_history", "the queries with their history");
+/// Queries with additions that need no policy; the first one that was evaluated is compared.
+const UNTRAINED: [(&str, &str); 2] =
+    [("expanded", "the queries with their expansion terms"), ("with_history", "the queries with their history")];
 
 /// The result of RL compared with one other system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -112,15 +113,22 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
         let why = "no query has gold passages, and the scores of hits, which rewards may read, count shared words";
         return vec![first, elsewhere, format!("It is not known whether RL earned its cost: {why}.")];
     }
-    let here = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(found(rival)));
-    let there = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(on_second(rival)));
-    // If the queries with their history are as good, RL must be better than those.
-    let lacks_gain = |[raw, _, with_history]: [Outcome; 3]| {
-        raw == Outcome::Better && matches!(with_history, Outcome::Worse | Outcome::NotShown)
+    let untrained = untrained(&found);
+    let here = ["raw", "sft", untrained.0].map(|rival| Outcome::of(found(rival)));
+    let there = ["raw", "sft", untrained.0].map(|rival| Outcome::of(on_second(rival)));
+    // If the queries with these additions are as good, RL must be better than those.
+    let lacks_gain = |[raw, _, untrained]: [Outcome; 3]| {
+        raw == Outcome::Better && matches!(untrained, Outcome::Worse | Outcome::NotShown)
     };
-    let (rival, (_, queries)) = if lacks_gain(here) || lacks_gain(there) { (2, WITH_HISTORY) } else { (0, RIVALS[0]) };
+    let (rival, (_, queries)) = if lacks_gain(here) || lacks_gain(there) { (2, untrained) } else { (0, RIVALS[0]) };
     let conclusion = conclusion([here[rival], here[1]], [there[rival], there[1]], queries);
     vec![first, elsewhere, conclusion]
+}
+
+/// The first of [`UNTRAINED`] with a comparison, else the last.
+fn untrained(found: &dyn Fn(&str) -> Option<Difference>) -> (&'static str, &'static str) {
+    let [expanded, with_history] = UNTRAINED;
+    if found(expanded.0).is_some() { expanded } else { with_history }
 }
 
 /// True if nothing in the evaluation tells right from wrong passages: tables leave out the scores of hits.
@@ -150,8 +158,9 @@ fn comparisons(metric: Metric, found: &dyn Fn(&str) -> Option<Difference>) -> St
         }
     };
     let [raw, sft, teacher] = RIVALS.map(phrase);
-    let with_history = found(WITH_HISTORY.0).map(|_| format!(", {}", phrase(WITH_HISTORY))).unwrap_or_default();
-    format!("{raw}{with_history}, {sft}, and {teacher}")
+    let untrained = untrained(found);
+    let untrained = found(untrained.0).map(|_| format!(", {}", phrase(untrained))).unwrap_or_default();
+    format!("{raw}{untrained}, {sft}, and {teacher}")
 }
 
 /// The conclusion from RL compared with the queries without training (called `queries` in the text) and with SFT: `here` on the retriever

@@ -31,6 +31,7 @@ fn record(id: &str, group: &str, outcome: &str) -> EvalRecord {
         user_profile: String::new(),
         history_summary: String::new(),
         gold_ids: vec!["g".into()],
+        expansion: None,
         group: group.into(),
     };
     let outcome = match outcome {

@@ -196,9 +196,11 @@ impl Estimator<'_> {
                     let ahead = if rewrites == PlannedWork::StartsOver { rewrites } else { ahead };
                     steps.extend(self.validate(ahead)?);
                 }
-                // One to four retrieval calls per row: `stages/edit_targets.rs`.
+                // One to four retrieval calls per row (`stages/edit_targets.rs`), and up to four per row of train (`stages/expansion.rs`).
                 StageName::Convert if config.data.rewrite_form == RewriteForm::Edit => {
-                    let n = Range { low: self.n_rows, high: 4.0 * self.n_rows };
+                    let has_terms = config.data.expansion_terms > 0 && config.retrieval.knowledge_base.is_some();
+                    let n_of_terms = if has_terms { 4.0 * config.data.split[0] } else { 0.0 };
+                    let n = Range { low: self.n_rows, high: (4.0 + n_of_terms) * self.n_rows };
                     steps.extend(self.retrieval_steps(stage, n)?);
                 }
                 StageName::Rl => steps.extend(self.scoring(stage, self.of_rl())?),
@@ -312,10 +314,12 @@ impl Estimator<'_> {
         if systems.contains(&"with_history") && !self.has_history()? {
             systems.retain(|system| *system != "with_history");
         }
+        // Whether there are terms is known after convert.
+        let n_unknown = systems.iter().filter(|system| **system == "expanded").count() as f64;
         let n_systems = systems.iter().filter(|system| **system != "teacher").count() as f64;
         let n_sampled = systems.iter().filter(|system| matches!(**system, "sft" | "rl")).count() as f64;
         Ok(Answers {
-            n: Range { low: n_test.min(n_test * n_systems), high: n_test * n_systems },
+            n: Range { low: n_test.min(n_test * (n_systems - n_unknown)), high: n_test * n_systems },
             n_samples: n_test * n_sampled * self.config.eval.pass_at_k as f64,
             judged: 1.0,
             n_queries: n_test,

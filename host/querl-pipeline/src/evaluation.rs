@@ -4,7 +4,7 @@ use crate::environment::{Baseline, Baselines, RowColumns, ScoreRequest, ScoredEp
 use crate::interrupt;
 use crate::training::{Generation, Generator};
 use anyhow::Context;
-use querl_core::edits::with_history;
+use querl_core::edits::{EditParts, with_history};
 use querl_core::ports::{EnvironmentError, PolicyResponse, Progress};
 use querl_core::records::{
     Candidate, DatasetRow, EvalRecord, FinishReason, Judgement, QueryRow, Rejection, Reward, Split, SystemAnswer, win,
@@ -18,6 +18,8 @@ pub(crate) enum System<'a> {
     Raw,
     /// The query followed by its history summary.
     WithHistory,
+    /// The expansion of the query.
+    Expanded,
     Teacher,
     Model {
         name: &'static str,
@@ -40,6 +42,7 @@ impl System<'_> {
         match self {
             Self::Raw => "raw",
             Self::WithHistory => "with_history",
+            Self::Expanded => "expanded",
             Self::Teacher => "teacher",
             Self::Model { name, .. } => name,
         }
@@ -86,7 +89,7 @@ pub(crate) fn evaluate_system(
         Ok(interrupt::check()?)
     };
     match system {
-        System::Raw | System::WithHistory | System::Teacher => {
+        System::Raw | System::WithHistory | System::Expanded | System::Teacher => {
             for some in rows.chunks(N_ROWS_AT_ONCE) {
                 finish(some, some.iter().map(|row| known(system, row, baselines)).collect())?;
             }
@@ -122,6 +125,7 @@ fn known(system: &System<'_>, row: &DatasetRow, baselines: &Baselines) -> Result
     match system {
         System::Teacher => teacher(baselines.of(&row.metadata.query.id)),
         System::WithHistory => Ok(free(with_history(original_query, history_summary, ""))),
+        System::Expanded => Ok(free(EditParts::from(&row.metadata.query).expanded(""))),
         System::Raw | System::Model { .. } => Ok(free(original_query.clone())),
     }
 }
@@ -305,5 +309,10 @@ mod tests {
         row.metadata.query.history_summary = "asked for fish oil".into();
         let answer = known(&System::WithHistory, &row, &Baselines::default()).unwrap();
         assert_eq!((answer.written.rewrite.as_str(), answer.cost), ("query a asked for fish oil", Some(0.0)));
+        row.metadata.query.expansion = Some("oil capsules".into());
+        let expanded = known(&System::Expanded, &row, &Baselines::default()).unwrap();
+        assert_eq!(expanded.written.rewrite, "oil capsules");
+        let with_history = known(&System::WithHistory, &row, &Baselines::default()).unwrap();
+        assert_eq!(with_history.written.rewrite, answer.written.rewrite);
     }
 }

@@ -42,7 +42,7 @@ ent_coef = 0.003
 max_new_tokens = 32
 
 [eval]
-systems = ["raw", "with_history", "teacher", "sft", "rl"]
+systems = ["raw", "with_history", "expanded", "teacher", "sft", "rl"]
 "#;
 
 /// Overrides from the command line.
@@ -774,7 +774,7 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
 [judge] | [judge]\nbase_url = "me:secret@x/v1" | querl.toml:8: judge.base_url is not an address that begins with http:// or https://
 [retrieval] | [retrieval]\nurl = "x/v1?key=secret" | querl.toml:10: retrieval.url is not an address that begins with http:// or https://
 [retrieval] | [retrieval]\nurl = "x/v1" | querl.toml:10: retrieval.url is "x/v1"; expected an address that begins with http:// or https://
-[model] | [eval]\nsystems = ["raw", "gold"]\n[model] | querl.toml:14: eval.systems[1] is "gold"; expected raw, with_history, prompted, hyde, teacher, sft, best_of_n or rl
+[model] | [eval]\nsystems = ["raw", "gold"]\n[model] | querl.toml:14: eval.systems[1] is "gold"; expected raw, with_history, expanded, prompted, hyde, teacher, sft, best_of_n or rl
 [model] | [eval]\nsystems = ["best_of_n"]\nbest_of_n = 0\n[model] | querl.toml:15: eval.best_of_n is 0; the system best_of_n chooses among samples, expected at least 2
 [model] | [eval]\nsecond_retrieval = "lexical"\nembedding_path = "tiny"\n[model] | querl.toml:15: eval.embedding_path is set; only eval.second_retrieval = "semantic" has a use for it, leave it out
 "#;

@@ -95,9 +95,13 @@ section! {
         /// Seed of the split, separate from `seed`, so that runs with other seeds share a test set.
         split_seed: u64 = 42,
         /// What the policy writes: `full`, the whole search text; `edit`, `=` to keep the query, `+ TEXT` to add to it, `& TEXT` to add the history
-        /// summary and TEXT (which may be missing), or the whole text. The targets of fine-tuning are then the form that retrieves most. With a small model
+        /// summary or expansion terms and TEXT (which may be missing), or the whole text. The targets of fine-tuning are then the form that retrieves most. With a small model
         /// (`hidden_size` below 512) the default is `edit`, unless `retrieval.kind` is `none`.
         rewrite_form: RewriteForm = RewriteForm::Full,
+        /// With `rewrite_form = "edit"`: maximum number of expansion terms in the text that `&` stands for: title words of the passages that answered
+        /// similar queries of train. Used only if they retrieve more on train (docs/data.md). 0: none.
+        #[schemars(range(max = 100))]
+        expansion_terms: usize = 10,
         /// Full-width letters, digits and spaces of queries, profiles and histories as half-width ones: `keep` changes nothing,
         /// `letters` leaves punctuation as it is, `all` changes punctuation too.
         width: TextWidth = TextWidth::Keep,
@@ -283,7 +287,7 @@ pub struct ModelConfig {
 section! {
     /// Evaluation.
     EvalConfig {
-        /// Any of `raw` (the user's words), `with_history` (these and the history summary), `prompted` and `hyde` (the base model without training: a rewrite, and a pseudo-answer as the
+        /// Any of `raw` (the user's words), `with_history` (these and the history summary), `expanded` (the text with expansion terms that `&` stands for), `prompted` and `hyde` (the base model without training: a rewrite, and a pseudo-answer as the
         /// search text), `teacher`, `sft`, `best_of_n`, `rl`.
         systems: Vec<String> = ["raw", "teacher", "sft", "rl"].map(String::from).into(),
         /// Number of beams for the answers of trained models; 1 is greedy decoding.
@@ -315,7 +319,8 @@ section! {
 }
 
 /// Systems that can be evaluated, in the order of the tables.
-pub const EVAL_SYSTEMS: [&str; 8] = ["raw", "with_history", "prompted", "hyde", "teacher", "sft", "best_of_n", "rl"];
+pub const EVAL_SYSTEMS: [&str; 9] =
+    ["raw", "with_history", "expanded", "prompted", "hyde", "teacher", "sft", "best_of_n", "rl"];
 
 impl EvalConfig {
     /// Names of the systems to evaluate: `systems`, and `best_of_n` if its number of samples is set.

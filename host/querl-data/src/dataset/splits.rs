@@ -104,7 +104,7 @@ fn most_lacking(wanted: &[usize], lacking: &[f64; 3]) -> usize {
     wanted.iter().copied().rev().max_by(|a, b| lacking[*a].total_cmp(&lacking[*b])).unwrap_or(0)
 }
 
-fn group_digest(seed: u64, group: &str) -> u128 {
+pub(crate) fn group_digest(seed: u64, group: &str) -> u128 {
     let digest = Sha256::digest(format!("{seed}\n{group}").as_bytes());
     digest.iter().take(16).fold(0, |number, byte| number << 8 | u128::from(*byte))
 }

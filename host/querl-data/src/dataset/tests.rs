@@ -24,6 +24,7 @@ fn record(query: &str, answered: Option<f64>) -> ValidatedRecord {
         user_profile: "52岁，\"糖友\"".into(),
         history_summary: String::new(),
         gold_ids: vec!["p1".into(), "p2".into()],
+        expansion: None,
         group: query.into(),
     };
     let hit = |score| Hit { id: "p".into(), text: "文".into(), reranker_score: score, retrieval_score: None, rank: 1 };

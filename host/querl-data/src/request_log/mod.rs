@@ -457,5 +457,6 @@ fn usable(line: &LoggedRewrite, format: Option<TableFormat>) -> Result<QueryRow,
         user_profile: profile,
         history_summary: history,
         gold_ids: Vec::new(),
+        expansion: None,
     })
 }

@@ -45,12 +45,14 @@ static DEFAULT: LazyLock<Arc<Jieba>> = LazyLock::new(|| Arc::new(Jieba::new()));
 #[derive(Clone)]
 pub(crate) struct Segmenter {
     jieba: Arc<Jieba>,
+    /// Words that were added to the default dictionary of `jieba`.
+    own_words: Arc<OwnWords>,
     language: Language,
 }
 
 impl Default for Segmenter {
     fn default() -> Self {
-        Self::of(DEFAULT.clone())
+        Self { jieba: DEFAULT.clone(), own_words: Arc::default(), language: Language::Zh }
     }
 }
 
@@ -61,9 +63,9 @@ impl std::fmt::Debug for Segmenter {
 }
 
 impl Segmenter {
-    /// A segmenter for Chinese with the dictionary of `jieba`.
-    fn of(jieba: Arc<Jieba>) -> Self {
-        Self { jieba, language: Language::Zh }
+    /// A segmenter for Chinese with the default dictionary and `own_words`.
+    fn of(own_words: OwnWords) -> Self {
+        Self { jieba: shared(&own_words), own_words: own_words.into(), language: Language::Zh }
     }
 
     pub(crate) fn in_language(self, language: Language) -> Self {
@@ -95,7 +97,7 @@ impl Segmenter {
         let entries = dictionary.map_or_else(|| Ok(Vec::new()), read_dictionary)?;
         let own = entries.iter().map(|entry| (simplified(&entry.word).into_owned(), entry.frequency));
         let words = words.into_iter().map(|word| (simplified(&fold(word)).into_owned(), None));
-        let segmenter = Self::of(shared(own.chain(words).collect()));
+        let segmenter = Self::of(own.chain(words).collect());
         if let (Some(path), Some(warning)) = (dictionary, segmenter.split_entries(&entries)) {
             tracing::warn!("{}: {warning}", path.display());
         }
@@ -156,7 +158,7 @@ impl Segmenter {
 
 /// Word segmentation with the configured user dictionary and synonyms, also available if retrieval is a service; without them it uses the
 /// default dictionary.
-#[derive(Default)]
+#[derive(Debug, Clone, Default)]
 pub struct WordSegmenter(Segmenter);
 
 impl WordSegmenter {
@@ -166,6 +168,17 @@ impl WordSegmenter {
     /// A file cannot be read.
     pub fn open(config: &RetrievalConfig) -> Result<Self, DataError> {
         Ok(Self(Vocabulary::open(config)?.segmenter))
+    }
+
+    /// The segmenter of a language with words of its own: [`language`](Self::language) and [`own_words`](Self::own_words) of another one.
+    pub(crate) fn of(language: Language, own_words: OwnWords) -> Self {
+        let segmenter = if own_words.is_empty() { Segmenter::default() } else { Segmenter::of(own_words) };
+        Self(segmenter.in_language(language))
+    }
+
+    /// Words that were added to the default dictionary, with their frequencies.
+    pub(crate) fn own_words(&self) -> &OwnWords {
+        &self.0.own_words
     }
 
     /// The words of a text in order, lower-case, without punctuation and white space. A long word comes after its parts.
@@ -212,22 +225,22 @@ impl WordSegmenter {
     }
 }
 
-type OwnWords = Vec<(String, Option<usize>)>;
+pub(crate) type OwnWords = Vec<(String, Option<usize>)>;
 
 /// The default dictionary with `words`, shared by all segmenters with the same words (index and rubric judge of a tenant).
-fn shared(words: OwnWords) -> Arc<Jieba> {
+fn shared(words: &OwnWords) -> Arc<Jieba> {
     static KNOWN: Mutex<Vec<(OwnWords, Weak<Jieba>)>> = Mutex::new(Vec::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     known.retain(|(_, jieba)| jieba.strong_count() > 0);
-    if let Some(jieba) = known.iter().find(|(own, _)| *own == words).and_then(|(_, jieba)| jieba.upgrade()) {
+    if let Some(jieba) = known.iter().find(|(own, _)| own == words).and_then(|(_, jieba)| jieba.upgrade()) {
         return jieba;
     }
     let mut jieba = Jieba::new();
-    for (word, frequency) in &words {
+    for (word, frequency) in words {
         jieba.add_word(word, *frequency, None);
     }
     let jieba = Arc::new(jieba);
-    known.push((words, Arc::downgrade(&jieba)));
+    known.push((words.clone(), Arc::downgrade(&jieba)));
     jieba
 }
 

@@ -67,6 +67,8 @@ pub struct Conversion<'a> {
     pub teacher_name: &'a str,
     /// SFT targets by query id, which replace the teacher's rewrite.
     pub targets: &'a HashMap<String, String>,
+    /// Expansions by query id; `None` in runs without expansion terms.
+    pub expansions: Option<&'a HashMap<String, String>>,
 }
 
 /// Converts records into a dataset and passes each row to `put`: rows of a split in the order of the table, dropped rows in order within
@@ -225,7 +227,9 @@ impl Conversion<'_> {
             messages.push(Message { role: "assistant".into(), content: target.clone() });
         }
         let by_another = record.rewritten.rewrite.as_ref().ok().and_then(|completion| completion.source.clone());
-        let (query, source) = (row.clone(), by_another.unwrap_or_else(|| self.teacher_name.to_owned()));
+        let expansion = self.expansions.map(|by_id| by_id.get(&row.id).cloned().unwrap_or_default());
+        let query = QueryRow { expansion, ..row.clone() };
+        let source = by_another.unwrap_or_else(|| self.teacher_name.to_owned());
         let (top1_score, rewrite_form) = (record.top1_score(), Some(self.config.rewrite_form));
         DatasetRow { messages, metadata: RowMetadata { query, top1_score, source, rewrite_form, dropped } }
     }

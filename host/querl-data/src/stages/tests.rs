@@ -580,7 +580,8 @@ fn converted(
 ) -> ([Vec<DatasetRow>; 3], Vec<DroppedRow>) {
     let (mut splits, mut dropped) = (<[Vec<DatasetRow>; 3]>::default(), Vec::new());
     let targets = HashMap::new();
-    let conversion = Conversion { prompts: &Plain, filters, config, teacher_name: "scripted", targets: &targets };
+    let conversion =
+        Conversion { prompts: &Plain, filters, config, teacher_name: "scripted", targets: &targets, expansions: None };
     let mut put = |made| {
         match made {
             ConvertedRow::Row(split, row) => splits[split as usize].push(row),

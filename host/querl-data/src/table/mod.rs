@@ -483,6 +483,7 @@ impl QueryColumns {
             user_profile: profile,
             history_summary: history,
             gold_ids,
+            expansion: None,
         }
     }
 }

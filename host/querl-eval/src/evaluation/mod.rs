@@ -17,11 +17,12 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Pairs of systems that are compared, as first minus second, in the order of the tables.
-pub const PAIRS: [(&str, &str); 12] = [
+pub const PAIRS: [(&str, &str); 13] = [
     ("rl", "sft"),
     ("rl", "teacher"),
     ("rl", "raw"),
     ("rl", "with_history"),
+    ("rl", "expanded"),
     ("rl", "prompted"),
     ("rl", "hyde"),
     ("rl", "best_of_n"),

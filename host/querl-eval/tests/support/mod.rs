@@ -47,6 +47,7 @@ pub(crate) fn query(row: usize) -> QueryRow {
         user_profile: profile.to_owned(),
         history_summary: history.to_owned(),
         gold_ids: vec![format!("p{row:04}")],
+        expansion: None,
         group: format!("g{:04}", row / 2),
     }
 }

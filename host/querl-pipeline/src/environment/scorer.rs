@@ -205,8 +205,7 @@ impl Scorer {
 
     /// Parses the rewrite in the text of a response; empty if it cannot be parsed.
     pub(crate) fn read(&self, query: &QueryRow, text: &str) -> Result<String, PluginFault> {
-        let QueryRow { original_query, history_summary, .. } = query;
-        let read = self.response_form().read(self.prompts(), original_query, history_summary, text)?;
+        let read = self.response_form().read(self.prompts(), query.into(), text)?;
         Ok(read.unwrap_or_default())
     }
 

@@ -263,6 +263,7 @@ fn inline_row(request: &RewardRequest) -> Option<QueryRow> {
         user_profile: own.user_profile.clone(),
         history_summary: own.history_summary.clone(),
         gold_ids: own.gold_ids.clone(),
+        expansion: own.expansion.clone(),
     })
 }
 

@@ -45,6 +45,8 @@ struct QueryText<'a> {
     gold_ids: &'a [String],
     columns: ExportedColumns<'a>,
     baseline: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    expansion: Option<&'a str>,
 }
 
 /// An object in the order of the table, with integers as integers: `7`, not `7.0`.
@@ -82,6 +84,7 @@ fn query_text(query: &QueryRow, columns: &Columns, baseline: Option<&str>) -> St
         gold_ids: &query.gold_ids,
         columns: ExportedColumns(columns),
         baseline,
+        expansion: query.expansion.as_deref(),
     };
     serde_json::to_string(&text).expect("texts, numbers and lists have a JSON form")
 }

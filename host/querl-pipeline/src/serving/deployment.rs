@@ -163,6 +163,11 @@ fn write_tenant(run: &ServedRun, folder: &Path) -> anyhow::Result<u64> {
             copied.push(file);
         }
     }
+    if run.expansion_digest()?.is_some() {
+        n_bytes += copy(&from.expansion(), &to.expansion())?;
+        copied.push(from.expansion());
+        stages.insert(StageName::Convert);
+    }
     Ledger::open(&from.stages())?.write_part(&stages, &copied, &to.stages())?;
     let (plugin, entry) = PluginHosts::default().pinned_prompts(&run.config, from)?;
     let extension = plugin.extension().unwrap_or_default().to_string_lossy().into_owned();

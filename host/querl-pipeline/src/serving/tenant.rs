@@ -8,12 +8,14 @@ use anyhow::Context as _;
 use querl_core::config::{
     BaseDtype, Config, ModelConfig, PluginConfig, RewriteForm, RlConfig, is_registry_reference, load_resolved,
 };
+use querl_core::edits::EditParts;
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Context, Message};
 use querl_core::responses::ResponseForm;
 use querl_core::run_dir::RunDir;
 use querl_core::serving::{GenerationFailure, Role, SubmitError, Tenant};
+use querl_data::ExpansionModel;
 use querl_model::{
     AdapterWeights, ComputeDevice, Decoder, Decoding, LoraAdapter, ModelError, SamplingSettings, TextTokenizer, Weights,
 };
@@ -112,21 +114,36 @@ impl ServedRun {
         Ok(inputs)
     }
 
+    /// Digest of the file of the expansion model, after a comparison with the digest that `convert` recorded; `None` in a run without one.
+    pub(super) fn expansion_digest(&self) -> anyhow::Result<Option<String>> {
+        let (ledger, path) = (Ledger::open(&self.dir.stages())?, self.dir.expansion());
+        let outputs = ledger.entry(StageName::Convert).map(|entry| &entry.outputs);
+        let Some(outputs) = outputs.filter(|_| self.config.data.rewrite_form == RewriteForm::Edit) else {
+            return Ok(None);
+        };
+        outputs.check(ledger.root(), StageName::Convert, &path)?;
+        Ok(outputs.digest(ledger.root(), &path))
+    }
+
     /// The version string of the served model, on a base with weights of type `dtype`.
-    fn version(&self, base: &str, dtype: BaseDtype, checkpoint: &str, plugin: &str) -> String {
-        let (dtype, settings) = (dtype.name(), self.settings());
+    fn version(&self, base: &str, dtype: BaseDtype, checkpoint: &str, plugin: &str, expansion: Option<&str>) -> String {
+        let (dtype, settings) = (dtype.name(), self.settings(expansion));
         let identity =
             json!({"base": base, "checkpoint": checkpoint, "dtype": dtype, "plugin": plugin, "settings": settings});
         digest_hex(identity.to_string().as_bytes())[..16].to_owned()
     }
 
-    fn settings(&self) -> Value {
+    /// `expansion`: digest of the expansion model.
+    fn settings(&self, expansion: Option<&str>) -> Value {
         let mut settings = settings(&self.config.plugins.prompt, self.config.eval.n_beams, &self.config.rl);
         if self.config.data.rewrite_form == RewriteForm::Edit {
             settings["rewrite_form"] = "edit".into();
         }
         if let Some(enable_thinking) = self.config.model.enable_thinking {
             settings["enable_thinking"] = enable_thinking.into();
+        }
+        if let Some(expansion) = expansion {
+            settings["expansion"] = expansion.into();
         }
         settings
     }
@@ -155,13 +172,15 @@ fn settings(prompt: &PluginConfig, n_beams: usize, rl: &RlConfig) -> Value {
 pub(crate) const BASE_MODEL: &str = "base model";
 /// Name, in a model identity, of the digest of the prompt plugin.
 pub(crate) const PROMPT_PLUGIN: &str = "prompt plugin";
+/// Name of the digest of the expansion model.
+const EXPANSION_MODEL: &str = "expansion model";
 
 /// Model identity: digests of everything that the rewrites of a run depend on. Models with the same identity give the same rewrites.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelIdentity {
     /// Version of the model, as in responses of a server that uses the run's dtype.
     pub version: String,
-    /// Digests by name: of base model, prompt plugin and decoding settings, and of the checkpoint's files by path in the run's folder.
+    /// Digests by name: of base model, prompt plugin, expansion model and decoding settings, and of the checkpoint's files by path in the run's folder.
     pub digests: BTreeMap<String, String>,
 }
 
@@ -184,11 +203,13 @@ impl IdentityReader {
         let ledger = Ledger::open(&run.dir.stages())?;
         let outputs = ledger.entry(run.stage).map(|entry| &entry.outputs);
         let mut digests = outputs.map(|outputs| outputs.digests(ledger.root(), &run.checkpoint())).unwrap_or_default();
-        let version = run.version(&base, dtype, &checkpoint.digest(), &plugin);
+        let expansion = run.expansion_digest()?;
+        let version = run.version(&base, dtype, &checkpoint.digest(), &plugin, expansion.as_deref());
         digests.insert(BASE_MODEL.into(), base);
         digests.insert(PROMPT_PLUGIN.into(), plugin);
-        let settings = json!({"dtype": dtype.name(), "settings": run.settings()});
+        let settings = json!({"dtype": dtype.name(), "settings": run.settings(None)});
         digests.insert("decoding settings".into(), digest_hex(settings.to_string().as_bytes()));
+        digests.extend(expansion.map(|digest| (EXPANSION_MODEL.to_owned(), digest)));
         Ok(ModelIdentity { version, digests })
     }
 
@@ -247,6 +268,8 @@ pub(super) struct TenantModel {
     pub(super) facts: Tenant,
     pub(super) prompts: Arc<dyn Prompts>,
     pub(super) response_form: ResponseForm,
+    /// `None` for a model without expansion terms.
+    pub(super) expansion: Option<ExpansionModel>,
     pub(super) tokenizer: Arc<TextTokenizer>,
     pub(super) adapter: Option<Arc<AdapterWeights>>,
     pub(super) decoding: Decoding,
@@ -284,7 +307,9 @@ impl TenantModel {
         };
         let (prompts, plugin_digest) = hosts.open_pinned_prompts(&run.config, &run.dir)?;
         let (decoding, sampling) = run.decoding();
-        let version = run.version(&base.digest, base.dtype, &checkpoint, &plugin_digest);
+        let expansion_digest = run.expansion_digest()?;
+        let expansion = expansion_digest.as_ref().map(|_| ExpansionModel::read(&run.dir.expansion())).transpose()?;
+        let version = run.version(&base.digest, base.dtype, &checkpoint, &plugin_digest, expansion_digest.as_deref());
         let loaded_at = since_epoch(SystemTime::now());
         let folder = run.checkpoint();
         let created = folder.metadata().and_then(|metadata| metadata.modified());
@@ -294,7 +319,7 @@ impl TenantModel {
         let name = run.config.tenant.clone();
         let facts = Tenant { name, role, version, source, created_at, loaded_at, api_key };
         let (response_form, tokenizer) = (ResponseForm::of(&run.config), base.tokenizer_of(run)?);
-        Ok(Self { facts, prompts, response_form, tokenizer, adapter, decoding, sampling })
+        Ok(Self { facts, prompts, response_form, expansion, tokenizer, adapter, decoding, sampling })
     }
 
     pub(super) fn prompt(&self, query: &str, context: &Context) -> Result<Vec<Message>, SubmitError> {
@@ -306,7 +331,9 @@ impl TenantModel {
     /// Parses the rewrite in a response; a response that cannot be parsed is a failure, so that the client uses the raw query.
     pub(super) fn parse(&self, query: &str, history: &str, text: &str) -> Result<String, GenerationFailure> {
         let failure = |code, message| GenerationFailure { code, message };
-        match self.response_form.read(self.prompts.as_ref(), query, history, text) {
+        let expansion = self.expansion.as_ref().map(|model| model.expansion(query, history));
+        let parts = EditParts { query, history, expansion: expansion.as_deref() };
+        match self.response_form.read(self.prompts.as_ref(), parts, text) {
             Ok(Ok(rewrite)) => Ok(rewrite),
             // Its detail may quote the response.
             Ok(Err(rejection)) => Err(failure("no_rewrite", format!("the response is rejected: {}", rejection.code))),
@@ -380,6 +407,7 @@ mod tests {
             facts,
             prompts: Arc::new(Quoting),
             response_form: ResponseForm::default(),
+            expansion: None,
             tokenizer: Arc::new(TextTokenizer::load(base).unwrap()),
             adapter: None,
             decoding: Decoding::Greedy,

@@ -1,8 +1,9 @@
 //! Stage 3: filters keep or drop rows, and the kept rows are split into train, val and test.
 
 use super::edit_targets::{EditTargets, FORMS, edit_targets, form_of};
+use super::expansion::{Expansion, expansion};
 use super::stage::{self, Done, Mean, Stage};
-use crate::ledger::{Facts, Inputs, Ledger, StageName, teacher_name};
+use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of, teacher_name};
 use crate::run::Run;
 use querl_core::config::RewriteForm;
 use querl_core::edits::ARE_EDITS;
@@ -10,7 +11,7 @@ use querl_core::ports::Progress;
 use querl_core::records::{Split, ValidatedRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{Conversion, ConvertedRow, DataError, RecordFile, RecordWriter, convert};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 pub(crate) struct Convert;
@@ -29,7 +30,7 @@ impl Stage for Convert {
         inputs.text("teacher", teacher_name(&run.dir)?);
         ["prompt", "filter"].iter().for_each(|role| run.plugins.add_inputs(&mut inputs, role));
         // For a dataset: the prompts, and the files that define the splits.
-        if run.config.data.dataset.is_set() || conversion(run, "", &HashMap::new()).reads_columns() {
+        if run.config.data.dataset.is_set() || conversion(run, "", &EditTargets::default(), None).reads_columns() {
             stage::add_queries(&mut inputs, &run.config.data)?;
         }
         stage::add_target_forms(&mut inputs, &run.config);
@@ -50,18 +51,18 @@ impl Stage for Convert {
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
         let mut outputs: Vec<PathBuf> = Split::ALL.into_iter().map(|split| dir.split(split)).collect();
-        outputs.push(dir.dropped());
+        outputs.extend([dir.dropped(), dir.expansion()]);
         outputs
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         let records = RecordFile::<ValidatedRecord>::new(&run.dir.validated());
         let teacher_name = teacher_name(&run.dir)?;
-        let targets = match run.config.data.rewrite_form {
-            RewriteForm::Full => EditTargets::default(),
-            RewriteForm::Edit => edit_targets(run)?,
+        let (expansion, targets) = match run.config.data.rewrite_form {
+            RewriteForm::Full => (None, EditTargets::default()),
+            RewriteForm::Edit => edits(run, progress)?,
         };
-        let conversion = conversion(run, &teacher_name, &targets.by_id);
+        let conversion = conversion(run, &teacher_name, &targets, expansion.as_ref());
         let mut dataset = Dataset::create(&run.dir, run.config.data.rewrite_form)?;
         let n_other_prompts = convert(&records, &conversion, &mut |made| dataset.put(&made))?;
         if n_other_prompts > 0 {
@@ -71,6 +72,10 @@ impl Stage for Convert {
             ));
         }
         let (n_failed, mut facts) = (targets.n_failed, dataset.commit()?);
+        if let Some(Expansion { model, .. }) = &expansion {
+            model.write(&run.dir.expansion())?;
+            facts.add("words that expansion terms are chosen from", model.n_terms());
+        }
         if run.config.data.rewrite_form == RewriteForm::Edit {
             progress.line(&format!("targets {ARE_EDITS}"));
         }
@@ -84,9 +89,26 @@ impl Stage for Convert {
     }
 }
 
-fn conversion<'a>(run: &'a Run, teacher_name: &'a str, targets: &'a HashMap<String, String>) -> Conversion<'a> {
+/// Expansions and targets of the rows that have a teacher's rewrite.
+fn edits(run: &Run, progress: &dyn Progress) -> anyhow::Result<(Option<Expansion>, EditTargets)> {
+    let mut records: Vec<ValidatedRecord> = rows_of(&run.dir.validated())?;
+    let expansion = expansion(run, &records, progress)?;
+    if let Some(Expansion { by_id, .. }) = &expansion {
+        let queries = records.iter_mut().map(|record| &mut record.rewritten.query);
+        queries.for_each(|query| query.expansion = by_id.get(&query.id).cloned());
+    }
+    Ok((expansion, edit_targets(run, records)?))
+}
+
+fn conversion<'a>(
+    run: &'a Run,
+    teacher_name: &'a str,
+    targets: &'a EditTargets,
+    expansion: Option<&'a Expansion>,
+) -> Conversion<'a> {
     let (prompts, filters, config) = (run.plugins.prompts.as_ref(), &run.plugins.filters, &run.config.data);
-    Conversion { prompts, filters, config, teacher_name, targets }
+    let expansions = expansion.map(|expansion| &expansion.by_id);
+    Conversion { prompts, filters, config, teacher_name, targets: &targets.by_id, expansions }
 }
 
 /// Output files of the stage while they are written, with counts of their rows.

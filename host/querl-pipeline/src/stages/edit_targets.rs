@@ -1,11 +1,10 @@
-//! Targets of fine-tuning for `data.rewrite_form = "edit"`: the query where it finds its gold passage first; else of the query with its history,
-//! with history and what the teacher adds, with what the teacher adds, the teacher's rewrite and the query the one that retrieves most.
+//! Targets of fine-tuning for `data.rewrite_form = "edit"`: the query where it finds its gold passage first; else of the query with its history and
+//! expansion terms, with these and what the teacher adds, with what the teacher adds, the teacher's rewrite and the query the one that retrieves most.
 
 use crate::interrupt;
-use crate::ledger::rows_of;
 use crate::run::Run;
 use futures::{StreamExt, TryStreamExt};
-use querl_core::edits::{APPEND, KEEP, WITH_HISTORY, append, append_history, is_plain, joined, with_history};
+use querl_core::edits::{APPEND, EditParts, KEEP, WITH_HISTORY, append, append_history, is_plain, joined};
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Hit, QueryRow, ValidatedRecord, retrieval_quality};
 use querl_data::{DataError, WordSegmenter};
@@ -38,9 +37,8 @@ pub(super) fn form_of(target: &str) -> usize {
 /// Chooses the target of each row that has a teacher's rewrite.
 ///
 /// # Errors
-/// The records cannot be read, retrieval cannot be opened, or a lookup failed for a reason for which every further lookup would fail.
-pub(super) fn edit_targets(run: &Run) -> anyhow::Result<EditTargets> {
-    let records: Vec<ValidatedRecord> = rows_of(&run.dir.validated())?;
+/// Retrieval cannot be opened, or a lookup failed for a reason for which every further lookup would fail.
+pub(super) fn edit_targets(run: &Run, records: Vec<ValidatedRecord>) -> anyhow::Result<EditTargets> {
     let segmenter = WordSegmenter::open(&run.config.retrieval)?;
     let retriever = run.retriever_until(interrupt::flag())?;
     let choose = |record: ValidatedRecord| {
@@ -92,18 +90,18 @@ async fn target(
         return Ok(Some(KEEP.to_owned()));
     }
     let (rewrite, original) = (&completion.text, query.original_query.as_str());
-    let with_history = with_history(original, &query.history_summary, "");
+    let parts = EditParts::from(query);
     let mut best: Option<(f64, String)> = None;
     let mut offer = |worth: f64, target: String| {
         if best.as_ref().is_none_or(|(known, _)| worth > known + TOLERANCE) {
             best = Some((worth, target));
         }
     };
-    if !query.history_summary.trim().is_empty() {
-        let added = segmenter.text_without_words_of(rewrite, &with_history);
+    if !parts.is_query_alone() {
+        let added = segmenter.text_without_words_of(rewrite, &parts.expanded(""));
         let texts = if added.is_empty() { &[""][..] } else { &["", &added] };
         for added in texts {
-            let worth = worth(query, &hits_of(retriever, query, &joined(&[with_history.as_str(), added])).await?);
+            let worth = worth(query, &hits_of(retriever, query, &parts.expanded(added)).await?);
             // No later form can retrieve more, so they are not tried.
             if finds_first(worth) {
                 return Ok(Some(append_history(added)));
@@ -126,14 +124,14 @@ async fn target(
     Ok(best.map(|(_, target)| target))
 }
 
-async fn hits_of(retriever: &dyn Retriever, query: &QueryRow, text: &str) -> Result<Vec<Hit>, CallFailure> {
+pub(super) async fn hits_of(retriever: &dyn Retriever, query: &QueryRow, text: &str) -> Result<Vec<Hit>, CallFailure> {
     let context = query.context();
     let request = RetrievalRequest { original_query: &query.original_query, context: &context, rewritten_query: text };
     retriever.retrieve(request).await
 }
 
 /// Reciprocal rank of the best gold passage; if none is known, the quality of the hits.
-fn worth(query: &QueryRow, hits: &[Hit]) -> f64 {
+pub(super) fn worth(query: &QueryRow, hits: &[Hit]) -> f64 {
     if query.gold_ids.is_empty() {
         return retrieval_quality(hits);
     }

@@ -52,7 +52,7 @@ impl Stage for Eval {
             Base::of(&run.config, &run.dir, stage)?;
         }
         let systems = run.config.eval.evaluated_systems();
-        if systems.iter().all(|system| matches!(*system, "raw" | "with_history" | "teacher")) {
+        if systems.iter().all(|system| matches!(*system, "raw" | "with_history" | "expanded" | "teacher")) {
             return Ok(Facts::default());
         }
         let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
@@ -169,9 +169,14 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
     let columns = RowColumns::read(scorer.rewards(), &run.config.data, &rows)?;
     let (mut all, mut n_failed_samples) = (Evaluated::default(), 0);
     let has_history = rows.iter().any(|row| !row.metadata.query.history_summary.trim().is_empty());
+    let has_terms = rows.iter().any(|row| row.metadata.query.expansion.is_some());
     for name in run.config.eval.evaluated_systems() {
         if name == "with_history" && !has_history {
             progress.line("with_history is not evaluated: no query of test has a history summary");
+            continue;
+        }
+        if name == "expanded" && !has_terms {
+            progress.line("expanded is not evaluated: this run has no expansion terms");
             continue;
         }
         let own_rows = own_rows(run, name, &rows)?;
@@ -182,6 +187,7 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
             (Some((generator, name, reading)), _) => System::Model { name, generator, reading: *reading },
             (None, "teacher") => System::Teacher,
             (None, "with_history") => System::WithHistory,
+            (None, "expanded") => System::Expanded,
             (None, _) => System::Raw,
         };
         let mut evaluated = evaluate_system(&system, &evaluation, progress)?;

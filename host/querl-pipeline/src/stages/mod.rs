@@ -6,6 +6,7 @@
 mod convert;
 mod edit_targets;
 pub(crate) mod eval;
+mod expansion;
 pub mod funnel;
 pub(crate) mod imported_stage;
 pub mod leaks;

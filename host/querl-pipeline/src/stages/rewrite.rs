@@ -31,7 +31,16 @@ impl Stage for Rewrite {
 
     fn inputs(&self, run: &Run, _: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        let except = ["input", "dataset", "split", "split_seed", "rewrite_form", "leak_similarity", "on_leak"];
+        let except = [
+            "input",
+            "dataset",
+            "split",
+            "split_seed",
+            "rewrite_form",
+            "expansion_terms",
+            "leak_similarity",
+            "on_leak",
+        ];
         inputs.section("data", &run.config.data, &except)?;
         stage::add_queries(&mut inputs, &run.config.data)?;
         if run.config.called_teacher().is_some() {

@@ -124,7 +124,7 @@ impl Conversation {
 fn search_text(completion: String, metadata: Option<&Value>) -> Result<String, String> {
     match metadata.map(RowMetadata::deserialize) {
         Some(Ok(RowMetadata { query, rewrite_form, .. })) if rewrite_form != Some(RewriteForm::Full) => {
-            let text = edits::search_text(&completion, &query.original_query, &query.history_summary);
+            let text = edits::search_text(&completion, (&query).into());
             text.map_err(|rejection| format!("{}; write one, or leave the row out", rejection.detail))
         }
         _ => Ok(completion),

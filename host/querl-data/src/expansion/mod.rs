@@ -1,0 +1,537 @@
+//! Expansion terms: title words of passages that a query and its history predict, as in supervised query expansion. One logistic regression
+//! for each title word that the gold passages of several training rows have, from the words of query and history.
+//!
+//! Input: rows with gold ids, titles of their passages. Output: an [`ExpansionModel`], and for each row the terms of a model that was fitted
+//! without the row's group.
+
+mod logistic;
+
+use crate::dataset::splits::group_digest;
+use crate::error::DataError;
+use crate::retrieval::vocabulary::OwnWords;
+use crate::retrieval::{WordSegmenter, scan_passages};
+use crate::text::fold;
+use logistic::{Features, probability};
+use querl_core::config::Language;
+use querl_core::edits::{joined, recent_history};
+use querl_core::fsx::write_json;
+use querl_core::records::QueryRow;
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::path::Path;
+
+/// Version of the file format.
+const FORMAT: u32 = 1;
+/// C of scikit-learn: the inverse of the weight of the L1 penalty.
+const C: f64 = 30.0;
+/// Largest distance of a partial derivative from that of a minimum, in units of the penalty's weight.
+const TOLERANCE: f64 = 0.3;
+/// Probability from which a word is an expansion term.
+const MIN_PROBABILITY: f64 = 0.2;
+/// Number of rows whose gold passages must have a word in their titles.
+const MIN_ROWS_OF_TERM: usize = 3;
+/// Maximum number of words that are predicted: the most frequent ones.
+const MAX_MODELLED_TERMS: usize = 500;
+/// Maximum number of rows of a fit.
+const MAX_ROWS: usize = 10_000;
+const N_FOLDS: usize = 5;
+/// Seed of the folds, which must not be those of the splits.
+const FOLD_SEED: u64 = 0x0065_7870_616e_6400;
+/// Number of groups of rows below which no model is fitted.
+const MIN_GROUPS: usize = 20;
+/// Prefix of the features of words in the history.
+const OF_HISTORY: &str = "history:";
+
+/// A model of expansion terms.
+#[derive(Debug, Clone)]
+pub struct ExpansionModel {
+    segmenter: WordSegmenter,
+    file: ExpansionFile,
+    /// Terms with their weights, by feature.
+    by_feature: HashMap<String, Vec<(usize, f32)>>,
+}
+
+/// The model's file. It has all that segmentation depends on, so that a deployment needs no other file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct ExpansionFile {
+    format: u32,
+    language: Language,
+    /// Words that the user dictionary and synonyms add to the default dictionary of Chinese words, with their frequencies.
+    dictionary: OwnWords,
+    max_terms: usize,
+    form: ExpansionForm,
+    /// Words of all titles, with the form `title_words`; otherwise empty.
+    title_words: BTreeSet<String>,
+    terms: Vec<Term>,
+}
+
+/// Logistic regression of one title word.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Term {
+    /// The word as most titles write it.
+    term: String,
+    intercept: f32,
+    /// Weights by feature: a word of query or history, or `history:` and a word of the history. Words are stemmed.
+    weights: BTreeMap<String, f32>,
+}
+
+/// What an expansion is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExpansionForm {
+    /// The query, its history summary and expansion terms.
+    WithHistory,
+    /// The query and expansion terms.
+    WithoutHistory,
+    /// The words of query and history that titles have, and expansion terms. With fewer than two terms as [`Self::WithHistory`].
+    TitleWords,
+}
+
+impl ExpansionForm {
+    /// All forms.
+    pub const ALL: [Self; 3] = [Self::WithHistory, Self::WithoutHistory, Self::TitleWords];
+}
+
+/// Number of terms from which the words that no title has are left out, with [`ExpansionForm::TitleWords`].
+const MIN_TERMS_OF_TITLE_WORDS: usize = 2;
+
+/// A model, and the terms of the rows it was fitted on.
+#[derive(Debug)]
+pub struct FittedExpansion {
+    /// The model, fitted on all rows.
+    pub model: ExpansionModel,
+    /// Out-of-fold terms of each row, separated by spaces, from a model that was fitted without a fifth of the groups, to which the row belongs.
+    pub out_of_fold: Vec<String>,
+}
+
+impl ExpansionModel {
+    fn new(segmenter: WordSegmenter, max_terms: usize, terms: Vec<Term>) -> Self {
+        let mut by_feature: HashMap<String, Vec<(usize, f32)>> = HashMap::new();
+        for (position, term) in terms.iter().enumerate() {
+            for (feature, weight) in &term.weights {
+                by_feature.entry(feature.clone()).or_default().push((position, *weight));
+            }
+        }
+        let (language, dictionary) = (segmenter.language(), segmenter.own_words().clone());
+        let (form, title_words) = (ExpansionForm::WithHistory, BTreeSet::new());
+        let file = ExpansionFile { format: FORMAT, language, dictionary, max_terms, form, title_words, terms };
+        Self { segmenter, file, by_feature }
+    }
+
+    /// Fits a model on rows with gold ids. `None` if the rows are of fewer than 20 groups, or if no title word is that of several rows.
+    pub fn fit(
+        rows: &[&QueryRow],
+        titles: &Titles,
+        segmenter: &WordSegmenter,
+        max_terms: usize,
+    ) -> Option<FittedExpansion> {
+        let examples = Examples::new(rows, &titles.by_gold_id, segmenter);
+        let n_groups = rows.iter().map(|row| &row.group).collect::<HashSet<_>>().len();
+        if n_groups < MIN_GROUPS {
+            return None;
+        }
+        let model = |terms| Self::new(segmenter.clone(), max_terms, terms);
+        let mut whole = model(examples.fit(&examples.fitted));
+        whole.file.title_words.clone_from(&titles.words);
+        if whole.file.terms.is_empty() {
+            return None;
+        }
+        let mut out_of_fold: Vec<String> = rows.iter().map(|row| whole.terms_of(row)).collect();
+        for fold in 0..N_FOLDS {
+            let (held_out, others): (Vec<usize>, Vec<usize>) =
+                examples.fitted.iter().partition(|row| examples.fold_of[**row] == fold);
+            let without = model(examples.fit(&others));
+            held_out.into_iter().for_each(|row| out_of_fold[row] = without.terms_of(rows[row]));
+        }
+        Some(FittedExpansion { model: whole, out_of_fold })
+    }
+
+    /// Reads a model from its file.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is not a model of this version.
+    pub fn read(path: &Path) -> Result<Self, DataError> {
+        let remedy = "put the file of the run back, or run `querl convert CONFIG --from convert` to make it again";
+        let bytes = std::fs::read(path).map_err(|error| DataError::read(path, error))?;
+        let file: ExpansionFile = serde_json::from_slice(&bytes)
+            .map_err(|error| DataError::file(path, format!("is not a model of expansion terms: {error}; {remedy}")))?;
+        if file.format != FORMAT {
+            let problem = format!("has format {}, and this version of querl reads {FORMAT}; {remedy}", file.format);
+            return Err(DataError::file(path, problem));
+        }
+        let segmenter = WordSegmenter::of(file.language, file.dictionary);
+        let mut model = Self::new(segmenter, file.max_terms, file.terms);
+        (model.file.form, model.file.title_words) = (file.form, file.title_words);
+        Ok(model)
+    }
+
+    /// Writes the model to a file.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn write(&self, path: &Path) -> Result<(), DataError> {
+        write_json(path, &self.file).map_err(|error| DataError::write(path, error))
+    }
+
+    /// The model with expansions of another form.
+    #[must_use]
+    pub fn with_form(mut self, form: ExpansionForm) -> Self {
+        self.file.form = form;
+        if form != ExpansionForm::TitleWords {
+            self.file.title_words.clear();
+        }
+        self
+    }
+
+    /// The expansion of a query: what `&` stands for.
+    pub fn expansion(&self, query: &str, history: &str) -> String {
+        self.text(self.file.form, query, history, &self.terms(query, history))
+    }
+
+    /// The expansion with these terms, in another form.
+    pub fn text(&self, form: ExpansionForm, query: &str, history: &str, terms: &str) -> String {
+        let history = recent_history(history);
+        match form {
+            ExpansionForm::WithoutHistory => joined(&[query, terms]),
+            ExpansionForm::TitleWords if terms.split_whitespace().count() >= MIN_TERMS_OF_TITLE_WORDS => {
+                joined(&[&self.words_of_titles(query), &self.words_of_titles(&history), terms])
+            }
+            _ => joined(&[query, &history, terms]),
+        }
+    }
+
+    /// The words of a text that titles have, as the text writes them.
+    fn words_of_titles(&self, text: &str) -> String {
+        let is_known = |piece: &&str| {
+            let words = self.segmenter.words(&fold(piece));
+            !words.is_empty() && words.iter().all(|word| self.file.title_words.contains(word))
+        };
+        self.segmenter.pieces(text).into_iter().filter(is_known).collect::<Vec<_>>().join(" ")
+    }
+
+    /// Number of words that are predicted.
+    pub fn n_terms(&self) -> usize {
+        self.file.terms.len()
+    }
+
+    /// Expansion terms of a query and its history, most probable first, separated by spaces.
+    pub fn terms(&self, query: &str, history: &str) -> String {
+        let mut logits: Vec<f64> = self.file.terms.iter().map(|term| f64::from(term.intercept)).collect();
+        for feature in features_of(&self.segmenter, query, history) {
+            for (term, weight) in self.by_feature.get(&feature).into_iter().flatten() {
+                logits[*term] += f64::from(*weight);
+            }
+        }
+        let mut found: Vec<(usize, f64)> =
+            logits.into_iter().enumerate().filter(|(_, logit)| probability(*logit) > MIN_PROBABILITY).collect();
+        // On ties in the order of the file.
+        found.sort_by(|(_, one), (_, other)| other.total_cmp(one));
+        let terms = found.iter().take(self.file.max_terms).map(|(term, _)| self.file.terms[*term].term.as_str());
+        terms.collect::<Vec<_>>().join(" ")
+    }
+
+    fn terms_of(&self, row: &QueryRow) -> String {
+        self.terms(&row.original_query, &row.history_summary)
+    }
+}
+
+/// Titles of a knowledge base.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Titles {
+    /// Titles of gold passages by id, other than empty ones.
+    pub by_gold_id: HashMap<String, String>,
+    /// Words of all titles.
+    pub words: BTreeSet<String>,
+}
+
+impl Titles {
+    /// Reads the titles of a knowledge base with these gold ids.
+    ///
+    /// # Errors
+    /// As [`read_passages`](crate::read_passages).
+    pub fn read(knowledge_base: &Path, gold_ids: &HashSet<&str>, segmenter: &WordSegmenter) -> Result<Self, DataError> {
+        let mut titles = Self::default();
+        scan_passages(knowledge_base, |passage| {
+            titles.words.extend(segmenter.words(&fold(&passage.title)));
+            if gold_ids.contains(passage.id.as_str()) && !passage.title.trim().is_empty() {
+                titles.by_gold_id.insert(passage.id, passage.title);
+            }
+        })?;
+        Ok(titles)
+    }
+}
+
+/// Distinct features, in alphabetical order.
+fn features_of(segmenter: &WordSegmenter, query: &str, history: &str) -> BTreeSet<String> {
+    let of_history = segmenter.words(&fold(&recent_history(history)));
+    let mut features: BTreeSet<String> = segmenter.words(&fold(query)).into_iter().collect();
+    features.extend(of_history.iter().map(|word| format!("{OF_HISTORY}{word}")));
+    features.extend(of_history);
+    features
+}
+
+/// Rows as numbers of features and title words.
+struct Examples {
+    /// Names of the features.
+    features: Vec<String>,
+    /// Title words, each as most titles write it.
+    words: Vec<String>,
+    features_of: Vec<Vec<usize>>,
+    /// Title words of the gold passages, without repetitions.
+    words_of: Vec<Vec<usize>>,
+    fold_of: Vec<usize>,
+    /// The rows that models are fitted on, in an order that does not depend on that of the table.
+    fitted: Vec<usize>,
+}
+
+impl Examples {
+    fn new(rows: &[&QueryRow], titles: &HashMap<String, String>, segmenter: &WordSegmenter) -> Self {
+        let digests: Vec<u128> = rows.iter().map(|row| group_digest(FOLD_SEED, &row.group)).collect();
+        let groups: Vec<u128> = digests.iter().copied().collect::<BTreeSet<_>>().into_iter().collect();
+        let fold_of = |digest: &u128| groups.binary_search(digest).unwrap_or_default() % N_FOLDS;
+        let mut fitted: Vec<usize> = (0..rows.len()).collect();
+        fitted.sort_by_key(|row| (digests[*row], &rows[*row].id));
+        fitted.truncate(MAX_ROWS);
+        let title_words = TitleWords::new(titles, segmenter);
+        let features: Vec<BTreeSet<String>> =
+            rows.par_iter().map(|row| features_of(segmenter, &row.original_query, &row.history_summary)).collect();
+        let words = rows.iter().map(|row| row.gold_ids.iter().flat_map(|id| title_words.of(id)).collect());
+        let (features, features_of) = numbered(features);
+        let (words, words_of) = numbered(words.collect::<Vec<BTreeSet<String>>>());
+        let words = words.iter().map(|word| title_words.form(word)).collect();
+        Self { features, words, features_of, words_of, fold_of: digests.iter().map(fold_of).collect(), fitted }
+    }
+
+    /// Fits a model for each title word of several of `rows`.
+    fn fit(&self, rows: &[usize]) -> Vec<Term> {
+        let rows_of_words = by_item(rows.iter().map(|row| &self.words_of[*row]), self.words.len());
+        let is_modelled = |word: &usize| (MIN_ROWS_OF_TERM..rows.len()).contains(&rows_of_words[*word].len());
+        let mut modelled: Vec<usize> = (0..self.words.len()).filter(is_modelled).collect();
+        // On ties in alphabetical order.
+        modelled.sort_by_key(|word| std::cmp::Reverse(rows_of_words[*word].len()));
+        modelled.truncate(MAX_MODELLED_TERMS);
+        let rows_of = by_item(rows.iter().map(|row| &self.features_of[*row]), self.features.len());
+        let features = Features { n_rows: rows.len(), rows_of };
+        let fit = |word: &usize| {
+            let mut labels = vec![false; rows.len()];
+            rows_of_words[*word].iter().for_each(|row| labels[*row as usize] = true);
+            let fitted = logistic::fit(&features, &labels, 1.0 / C, TOLERANCE / C);
+            let weights = fitted.of_features.iter().map(|(at, weight)| (self.features[*at].clone(), *weight as f32));
+            Term { term: self.words[*word].clone(), intercept: fitted.intercept as f32, weights: weights.collect() }
+        };
+        modelled.par_iter().map(fit).collect()
+    }
+}
+
+/// All items in alphabetical order, and each set as positions in them.
+fn numbered(sets: Vec<BTreeSet<String>>) -> (Vec<String>, Vec<Vec<usize>>) {
+    let all: BTreeSet<&String> = sets.iter().flatten().collect();
+    let all: Vec<String> = all.into_iter().cloned().collect();
+    let number = |item: &String| all.binary_search(item).unwrap_or_default();
+    let numbers = sets.iter().map(|set| set.iter().map(number).collect()).collect();
+    (all, numbers)
+}
+
+/// For each item the positions of the lists that have it.
+fn by_item<'a>(lists: impl Iterator<Item = &'a Vec<usize>>, n_items: usize) -> Vec<Vec<u32>> {
+    let mut lists_of = vec![Vec::new(); n_items];
+    for (position, items) in lists.enumerate() {
+        items.iter().for_each(|item| lists_of[*item].push(position as u32));
+    }
+    lists_of
+}
+
+/// Words of titles, and how titles write them.
+struct TitleWords {
+    words_of: HashMap<String, Vec<String>>,
+    forms: HashMap<String, BTreeMap<String, usize>>,
+}
+
+impl TitleWords {
+    fn new(titles: &HashMap<String, String>, segmenter: &WordSegmenter) -> Self {
+        let mut forms: HashMap<String, BTreeMap<String, usize>> = HashMap::new();
+        for title in titles.values() {
+            for piece in segmenter.pieces(title) {
+                if let [word] = &segmenter.words(&fold(piece))[..] {
+                    *forms.entry(word.clone()).or_default().entry(fold(piece).to_lowercase()).or_default() += 1;
+                }
+            }
+        }
+        let words = |(id, title): (&String, &String)| (id.clone(), segmenter.words(&fold(title)));
+        Self { words_of: titles.iter().map(words).collect(), forms }
+    }
+
+    fn of(&self, id: &str) -> Vec<String> {
+        self.words_of.get(id).cloned().unwrap_or_default()
+    }
+
+    /// The most frequent form of a word, on ties the first in alphabetical order; the word itself if no title has it alone, as a part of a
+    /// longer Chinese word.
+    fn form(&self, word: &str) -> String {
+        let forms = self.forms.get(word).into_iter().flatten().rev();
+        forms.max_by_key(|(_, count)| **count).map_or_else(|| word.to_owned(), |(form, _)| form.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(number: usize, query: &str, history: &str, gold: &str) -> QueryRow {
+        QueryRow {
+            id: format!("q{number}"),
+            original_query: query.into(),
+            history_summary: history.into(),
+            gold_ids: vec![gold.into()],
+            group: format!("g{number}"),
+            ..QueryRow::default()
+        }
+    }
+
+    /// 48 rows: the title has "refunds" where the user wants money back, and the product of the history.
+    fn rows() -> Vec<QueryRow> {
+        let wishes = ["my money back", "give back the money please", "when does it leave", "which pier"];
+        let products = [("a commuter pass", "saltpass"), ("a cabin at night", "samphire")];
+        let row = |number: usize| {
+            let (wish, (history, product)) = (wishes[number % 4], products[number / 4 % 2]);
+            let topic = if number % 4 < 2 { "refund" } else { "timetable" };
+            row(number, wish, &format!("bought {history}"), &format!("{product}-{topic}"))
+        };
+        (0..48).map(row).collect()
+    }
+
+    fn titles_with(segmenter: &WordSegmenter, titles: &[(&str, &str)]) -> Titles {
+        let by_gold_id = titles.iter().map(|(id, title)| ((*id).to_owned(), (*title).to_owned())).collect();
+        Titles { by_gold_id, words: titles.iter().flat_map(|(_, title)| segmenter.words(title)).collect() }
+    }
+
+    fn titles() -> Titles {
+        let titles = [
+            ("saltpass-refund", "Saltpass: Refunds"),
+            ("samphire-refund", "Samphire refunds"),
+            ("saltpass-timetable", "Saltpass timetable"),
+            ("samphire-timetable", "Timetable of Samphire"),
+            ("pier", "Piers"),
+        ];
+        titles_with(&english(), &titles)
+    }
+
+    fn english() -> WordSegmenter {
+        WordSegmenter::of(Language::En, Vec::new())
+    }
+
+    fn fitted(rows: &[QueryRow], max_terms: usize) -> Option<FittedExpansion> {
+        ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &titles(), &english(), max_terms)
+    }
+
+    fn sorted(terms: &str) -> Vec<&str> {
+        let mut terms: Vec<&str> = terms.split(' ').collect();
+        terms.sort_unstable();
+        terms
+    }
+
+    #[test]
+    fn words_of_the_users_predict_words_of_the_titles() {
+        let model = fitted(&rows(), 10).unwrap().model;
+        assert_eq!(sorted(&model.terms("money back!", "bought a commuter pass")), ["refunds", "saltpass"]);
+        let terms = model.terms("Which PIERS?", "bought a cabin");
+        assert!(terms.contains("samphire") && terms.contains("timetable") && !terms.contains("refunds"), "{terms}");
+        assert_eq!(fitted(&rows(), 1).unwrap().model.terms("money back", "a commuter pass").split(' ').count(), 1);
+    }
+
+    #[test]
+    fn an_expansion_has_the_parts_of_its_form() {
+        let model = fitted(&rows(), 10).unwrap().model;
+        let (query, history) = ("money back, at which pier?", "bought\na cabin");
+        let terms = model.terms(query, history);
+        let of = |form| model.clone().with_form(form).expansion(query, history);
+        assert_eq!(of(ExpansionForm::WithHistory), format!("{query} bought a cabin {terms}"));
+        assert_eq!(of(ExpansionForm::WithoutHistory), format!("{query} {terms}"));
+        assert_eq!(of(ExpansionForm::TitleWords), format!("pier {terms}"));
+        let text = model.text(ExpansionForm::TitleWords, query, history, "refunds");
+        assert_eq!(text, format!("{query} bought a cabin refunds"), "one term says too little");
+        assert_eq!(model.text(ExpansionForm::WithoutHistory, query, "", ""), query);
+    }
+
+    #[test]
+    fn a_row_is_not_predicted_by_a_model_that_was_fitted_on_its_group() {
+        let mut rows = rows();
+        // Paraphrases of one question with words that no other row has.
+        for number in 48..54 {
+            rows.push(QueryRow { group: "alone".into(), ..row(number, "zebra crossing", "", "pier") });
+        }
+        let FittedExpansion { model, out_of_fold } = fitted(&rows, 10).unwrap();
+        assert!(model.terms("zebra", "").contains("piers"));
+        assert!(out_of_fold[48..].iter().all(|terms| !terms.contains("piers")), "{:?}", &out_of_fold[48..]);
+        assert_eq!(sorted(&out_of_fold[0]), ["refunds", "saltpass"]);
+    }
+
+    #[test]
+    fn the_order_of_rows_makes_no_difference() {
+        let mut rows = rows();
+        let first = fitted(&rows, 10).unwrap();
+        rows.reverse();
+        let second = fitted(&rows, 10).unwrap();
+        assert_eq!(first.model.file, second.model.file);
+        assert!(first.out_of_fold.iter().eq(second.out_of_fold.iter().rev()));
+    }
+
+    #[test]
+    fn a_model_is_read_back_with_its_words() {
+        let (_folder, path) = crate::scratch_file("expansion.json");
+        let words = vec![("航线卡".to_owned(), None)];
+        let chinese = WordSegmenter::of(Language::Zh, words);
+        let rows: Vec<QueryRow> = (0..24)
+            .map(|number| {
+                row(number, if number % 2 == 0 { "航线卡怎么退" } else { "几点开船" }, "", ["pass", "time"][number % 2])
+            })
+            .collect();
+        let titles = titles_with(&chinese, &[("pass", "航线卡退款"), ("time", "开船时间")]);
+        let model = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &titles, &chinese, 10).unwrap().model;
+        let model = model.with_form(ExpansionForm::TitleWords);
+        model.write(&path).unwrap();
+        let read = ExpansionModel::read(&path).unwrap();
+        assert_eq!(read.file, model.file);
+        let terms = model.terms("航线卡", "");
+        assert!(terms.contains("航线卡") && terms.contains("退款"), "{terms}");
+        assert_eq!(read.expansion("我的航线卡", ""), model.expansion("我的航线卡", ""));
+        assert!(read.expansion("我的航线卡", "").starts_with("航线卡 "), "{}", read.expansion("我的航线卡", ""));
+        model.with_form(ExpansionForm::WithHistory).write(&path).unwrap();
+        assert!(ExpansionModel::read(&path).unwrap().file.title_words.is_empty());
+    }
+
+    #[test]
+    fn another_file_is_refused() {
+        let (_folder, path) = crate::scratch_file("expansion.json");
+        for (text, problem) in [("{}", "is not a model of expansion terms"), ("", "is not a model of expansion terms")]
+        {
+            std::fs::write(&path, text).unwrap();
+            let error = ExpansionModel::read(&path).unwrap_err().to_string();
+            assert!(error.contains(problem) && error.contains("--from convert"), "{error}");
+        }
+        let text = r#"{"format":9,"language":"en","dictionary":[],"max_terms":1,"form":"title_words","title_words":[],"terms":[]}"#;
+        std::fs::write(&path, text).unwrap();
+        assert!(ExpansionModel::read(&path).unwrap_err().to_string().contains("has format 9"));
+    }
+
+    #[test]
+    fn too_few_groups_and_titles_that_nothing_shares_have_no_model() {
+        assert!(fitted(&rows()[..12], 10).is_none());
+        let alone: Vec<QueryRow> = (0..30).map(|number| row(number, "refund", "", &format!("p{number}"))).collect();
+        assert!(fitted(&alone, 10).is_none());
+    }
+
+    #[test]
+    fn titles_are_those_of_gold_passages_and_their_words_those_of_all() {
+        let (_folder, path) = crate::scratch_file("kb.jsonl");
+        let lines = r#"{"id": "a", "title": "Refunds", "text": "x"}
+{"id": "b", "text": "y"}
+{"id": "c", "title": "Piers", "text": "z"}
+"#;
+        std::fs::write(&path, lines).unwrap();
+        let titles = Titles::read(&path, &["a", "b"].into(), &english()).unwrap();
+        assert_eq!(titles.by_gold_id, [("a".to_owned(), "Refunds".to_owned())].into());
+        assert_eq!(titles.words, ["pier".to_owned(), "refund".to_owned()].into());
+    }
+}

@@ -1,0 +1,155 @@
+//! Expansion terms through the command line: from the rows of train to eval, exports, a server and a deployment.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::{Value, json};
+use support::Project;
+use support::results::damage;
+use support::server::Server;
+
+const N_ROWS: usize = 160;
+const WISHES: [&str; 4] = ["give my money back", "want my cash again", "when does it go", "which hour does it leave"];
+const PRODUCTS: [(&str, &str); 3] =
+    [("commuter pass", "Saltpass"), ("night cabin", "Samphire"), ("bike place", "Cleat")];
+
+/// Queries without a word of the titles of their passages, which say "refund" or "timetable" and the name of a product.
+fn project() -> Project {
+    let project = Project::new();
+    let row = |number: usize| {
+        let (wish, (thing, product)) = (WISHES[number % 4], PRODUCTS[number / 4 % 3]);
+        let topic = if number % 4 < 2 { "refund" } else { "timetable" };
+        json!({"original_query": format!("{wish} {number}"), "user_profile": "", "history_summary": format!("bought a {thing}"),
+            "gold_ids": format!("{product}-{topic}"), "rewritten_query": format!("{product} {topic}"), "group": format!("g{number}")})
+    };
+    let rows: Vec<String> = (0..N_ROWS).map(|number| row(number).to_string()).collect();
+    project.write("queries.jsonl", &rows.join("\n"));
+    project.write("teacher.jsonl", &rows.join("\n"));
+    let passage = |product: &str, topic: &str| json!({"id": format!("{product}-{topic}"), "title": format!("{product} {topic}"), "text": "Ask at the pier."});
+    let passages =
+        PRODUCTS.iter().flat_map(|(_, product)| ["refund", "timetable"].map(|topic| passage(product, topic)));
+    project.write("kb.jsonl", &passages.map(|passage| passage.to_string()).collect::<Vec<_>>().join("\n"));
+    let text = project.read("querl.toml");
+    let lines = text.lines().filter(|line| !line.starts_with("lexicon")).map(|line| match line {
+        "rewrite_form = \"full\"" => "rewrite_form = \"edit\"\ngroup_column = \"group\"",
+        line if line.starts_with("knowledge_base") => "knowledge_base = \"kb.jsonl\"",
+        "kind = \"rubric\"" => "kind = \"none\"",
+        line => line,
+    });
+    project.write("querl.toml", &lines.collect::<Vec<_>>().join("\n"));
+    project
+}
+
+fn convert(project: &Project, others: &[&str]) -> String {
+    project.querl(&[&["run", "querl.toml", "--to", "convert"], others].concat()).ok().stderr
+}
+
+fn expansions(project: &Project, split: &str) -> Vec<(Value, String)> {
+    let rows = project.rows(&format!("run/data/{split}.jsonl"));
+    let of = |row: Value| (row["metadata"].clone(), row["metadata"]["expansion"].as_str().unwrap().to_owned());
+    rows.into_iter().map(of).collect()
+}
+
+#[test]
+fn words_of_the_titles_are_predicted_where_they_retrieve_more() {
+    let project = project();
+    let said = convert(&project, &[]);
+    assert!(said.contains("convert: expansion terms: MRR of 96 rows of train "), "{said}");
+    assert!(said.contains(": `&` is query, history and terms"), "{said}");
+    for split in ["train", "val", "test"] {
+        for (row, expansion) in expansions(&project, split) {
+            let gold = row["gold_ids"][0].as_str().unwrap().to_lowercase();
+            let found: Vec<&str> = expansion.split(' ').collect();
+            assert!(gold.split('-').all(|word| found.contains(&word)), "{split}: {expansion}: {row}");
+        }
+    }
+    // SFT learns them.
+    let is_expanded = |row: &Value| row["messages"].as_array().unwrap().last().unwrap()["content"] == "&";
+    assert!(project.rows("run/data/train.jsonl").iter().all(is_expanded));
+
+    // Without them the file of the earlier result is gone.
+    let said = convert(&project, &["--set", "data.expansion_terms=0"]);
+    assert!(
+        said.contains("convert: running (data.expansion_terms changed)") && !said.contains("expansion terms:"),
+        "{said}"
+    );
+    assert!(!project.path("run/data/expansion.json").exists());
+    assert!(project.rows("run/data/train.jsonl").iter().all(|row| row["metadata"].get("expansion").is_none()));
+}
+
+#[test]
+fn without_a_gain_or_titles_there_are_no_terms() {
+    let project = project();
+    let untitled = project
+        .rows("kb.jsonl")
+        .into_iter()
+        .map(|passage| json!({"id": passage["id"], "text": passage["title"]}).to_string());
+    let titled = project.read("kb.jsonl");
+    project.write("kb.jsonl", &untitled.collect::<Vec<_>>().join("\n"));
+    assert!(convert(&project, &[]).contains("convert: no expansion terms: the gold passages have no titles\n"));
+    project.write("kb.jsonl", &titled);
+    // Queries that already have the words.
+    let named = project.rows("queries.jsonl").into_iter().map(|mut row| {
+        row["original_query"] =
+            format!("{} {}", row["original_query"].as_str().unwrap(), row["rewritten_query"].as_str().unwrap()).into();
+        row.to_string()
+    });
+    let named = named.collect::<Vec<_>>().join("\n");
+    project.write("queries.jsonl", &named);
+    project.write("teacher.jsonl", &named);
+    let said = convert(&project, &[]);
+    assert!(said.contains("standard error 0.000): not used, since a gain is not shown\n"), "{said}");
+    assert!(!project.path("run/data/expansion.json").exists());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn servers_deployments_and_exports_have_the_terms_of_eval() {
+    let project = project();
+    let sets = [
+        "sft.max_steps=60",
+        "sft.learning_rate=0.02",
+        "eval.systems=[\"raw\", \"expanded\", \"sft\"]",
+        "data.on_leak=warn",
+    ];
+    let args = ["run", "querl.toml", "--to", "sft"];
+    project.querl(&support::with_sets(&args, &sets)).ok();
+    project.querl(&support::with_sets(&["eval", "querl.toml"], &sets)).ok();
+    let records = project.rows("run/eval/records.jsonl");
+    let of = |system: &str| records.iter().filter(|record| record["system"] == system).cloned().collect::<Vec<_>>();
+    let rewrite = |record: &Value| record["outcome"]["Ok"]["candidate"]["rewrite"].as_str().unwrap().to_owned();
+    let (expanded, sft) = (of("expanded"), of("sft"));
+    let n_equal = expanded.iter().zip(&sft).filter(|(one, other)| rewrite(one) == rewrite(other)).count();
+    assert!(n_equal > 0 && n_equal == sft.len(), "SFT has not learned `&`: {n_equal} of {}", sft.len());
+    for record in &expanded {
+        assert_eq!(rewrite(record), record["query"]["expansion"].as_str().unwrap());
+    }
+    let report = project.querl(&["report", "run"]).ok().stdout;
+    assert!(report.contains("expanded") && !report.contains("with_history"), "{report}");
+
+    project.querl(&["deploy", "run", "--out", "deployment"]).ok();
+    for served in ["run", "deployment"] {
+        let server = Server::start(&project, &["serve", "rewrite"], &[served, "--cache", "0"]);
+        server.ready().await;
+        for record in &sft {
+            let query = &record["query"];
+            let request =
+                json!({"tenant": "fivedoctors", "query": query["original_query"], "history": query["history_summary"]});
+            let (status, response) = server.ask("/v1/rewrite", &request).await;
+            assert_eq!(
+                (status, response["rewrite"].as_str()),
+                (200, Some(rewrite(record).as_str())),
+                "{served}: {response}"
+            );
+        }
+    }
+    project.querl(&["export", "trl", "run", "--out", "trl"]).ok();
+    let train = project.rows("run/data/train.jsonl");
+    for (exported, row) in project.rows("trl/train.jsonl").iter().zip(&train) {
+        let label: Value = serde_json::from_str(exported["querl"].as_str().unwrap()).unwrap();
+        assert_eq!(label["expansion"], row["metadata"]["expansion"], "{exported}");
+    }
+    damage(&project.path("deployment/tenants/fivedoctors/data/expansion.json"));
+    let refused = project.querl(&["serve", "rewrite", "deployment", "--addr", "127.0.0.1:0"]);
+    assert_eq!(refused.code, Some(2), "{refused:#?}");
+    assert!(refused.stderr.contains("expansion.json: has other content than when it was written"), "{refused:#?}");
+}
