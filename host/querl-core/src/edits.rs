@@ -22,7 +22,7 @@ pub const KEEP: &str = "=";
 /// Prefix of a response that appends a text to the query.
 pub const APPEND: &str = "+";
 /// Prefix of a response that stands for the expansion of the query: with the history summary, expansion terms, or both.
-pub const WITH_HISTORY: &str = "&";
+pub const EXPAND: &str = "&";
 
 /// End of a message, without a full stop, that explains the syntax of responses and targets with `data.rewrite_form = "edit"`.
 pub const ARE_EDITS: &str = "are edits of the query (data.rewrite_form = \"edit\"): `=` keeps the query, `+ TEXT` adds to it, `&` is the query with \
@@ -34,8 +34,8 @@ pub fn append(text: &str) -> String {
 }
 
 /// The response that stands for the expansion of the query and `text`, which may be empty.
-pub fn append_history(text: &str) -> String {
-    joined(&[WITH_HISTORY, text])
+pub fn expand(text: &str) -> String {
+    joined(&[EXPAND, text])
 }
 
 /// Joins the parts of a search text with spaces; empty parts are left out.
@@ -122,8 +122,8 @@ pub fn read_rewrite(
     let edit = Edit::of(response);
     let text = match edit {
         // Without a text there is nothing for the plugin to parse.
-        Edit::Keep | Edit::WithHistory("") => return Ok(edit.apply(parts)),
-        Edit::Append(text) | Edit::WithHistory(text) | Edit::Replace(text) => text,
+        Edit::Keep | Edit::Expand("") => return Ok(edit.apply(parts)),
+        Edit::Append(text) | Edit::Expand(text) | Edit::Replace(text) => text,
     };
     let parsed = prompts.parse_rewrite(text)?;
     Ok(parsed.and_then(|parsed| edit.with_text(&parsed).apply(parts)))
@@ -133,7 +133,7 @@ pub fn read_rewrite(
 enum Edit<'a> {
     Keep,
     Append(&'a str),
-    WithHistory(&'a str),
+    Expand(&'a str),
     /// A complete rewrite, without a marker.
     Replace(&'a str),
 }
@@ -142,10 +142,10 @@ impl<'a> Edit<'a> {
     fn of(response: &'a str) -> Self {
         let text = response.trim();
         let behind = |marker: &str| text.strip_prefix(marker).map(str::trim_start);
-        match (behind(APPEND), behind(WITH_HISTORY)) {
+        match (behind(APPEND), behind(EXPAND)) {
             _ if text == KEEP => Self::Keep,
             (Some(added), _) => Self::Append(added),
-            (_, Some(added)) => Self::WithHistory(added),
+            (_, Some(added)) => Self::Expand(added),
             _ => Self::Replace(response),
         }
     }
@@ -154,7 +154,7 @@ impl<'a> Edit<'a> {
     fn with_text<'b>(&self, text: &'b str) -> Edit<'b> {
         match self {
             Self::Append(_) => Edit::Append(text),
-            Self::WithHistory(_) => Edit::WithHistory(text),
+            Self::Expand(_) => Edit::Expand(text),
             Self::Keep | Self::Replace(_) => Edit::of(text),
         }
     }
@@ -164,7 +164,7 @@ impl<'a> Edit<'a> {
             Self::Keep => Ok(parts.query.to_owned()),
             Self::Append("") => Err(Rejection::by_host("empty_rewrite", "the response adds nothing to the query")),
             Self::Append(text) => Ok(joined(&[parts.query, text])),
-            Self::WithHistory(text) => Ok(parts.expanded(text)),
+            Self::Expand(text) => Ok(parts.expanded(text)),
             Self::Replace(text) => Ok(text.to_owned()),
         }
     }
@@ -217,9 +217,9 @@ mod tests {
             assert_eq!(read(RewriteForm::Edit, response).as_deref(), edit, "{response:?}");
             assert_eq!(read(RewriteForm::Full, response).as_deref(), full, "{response:?}");
         }
-        let (added, history) = (append("用法"), append_history(""));
+        let (added, expanded_alone) = (append("用法"), expand(""));
         assert_eq!(read(RewriteForm::Edit, &added).unwrap(), "怎么吃 用法");
-        assert_eq!(read(RewriteForm::Edit, &history).unwrap(), "怎么吃 问过鱼油");
+        assert_eq!(read(RewriteForm::Edit, &expanded_alone).unwrap(), "怎么吃 问过鱼油");
         let expanded = EditParts { expansion: Some("鱼油 剂量"), ..parts };
         let of_expanded = |response| read_rewrite(RewriteForm::Edit, &Trim, expanded, response).unwrap().unwrap();
         assert_eq!(of_expanded("&"), "鱼油 剂量");

@@ -10,7 +10,7 @@ const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeSco
 
 /// The systems that RL is compared with.
 const RIVALS: [(&str, &str); 3] = [("raw", "the raw queries"), ("sft", "SFT"), ("teacher", "the teacher")];
-/// Queries with additions that need no policy; the first one that was evaluated is compared.
+/// Queries with additions that need no policy; the better one is compared.
 const UNTRAINED: [(&str, &str); 2] =
     [("expanded", "the queries with their expansion terms"), ("with_history", "the queries with their history")];
 
@@ -125,10 +125,14 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
     vec![first, elsewhere, conclusion]
 }
 
-/// The first of [`UNTRAINED`] with a comparison, else the last.
+/// The one of [`UNTRAINED`] that RL gains least over; on ties, and without comparisons, the first.
 fn untrained(found: &dyn Fn(&str) -> Option<Difference>) -> (&'static str, &'static str) {
     let [expanded, with_history] = UNTRAINED;
-    if found(expanded.0).is_some() { expanded } else { with_history }
+    match [expanded, with_history].map(|(rival, _)| found(rival)) {
+        [Some(over_expanded), Some(over_history)] if over_history.mean < over_expanded.mean => with_history,
+        [None, Some(_)] => with_history,
+        _ => expanded,
+    }
 }
 
 /// True if nothing in the evaluation tells right from wrong passages: tables leave out the scores of hits.
@@ -360,6 +364,24 @@ mod tests {
         assert_eq!(said[2], expected);
         assert_eq!(of(Worse)[2], "RL did not earn its cost: the queries with their history do better.");
         assert_eq!(of(Better)[2], "RL earned its cost on the retriever of its training.");
+    }
+
+    #[test]
+    fn rl_is_compared_with_the_better_of_two_rules() {
+        let of = |expanded, with_history| {
+            let mut evaluation = evaluation(Metric::Top1, [Better; 3], None);
+            for (pair, outcome) in [("rl-expanded", expanded), ("rl-with_history", with_history)] {
+                evaluation.pairs.insert(pair.into(), [(Metric::Top1, difference(outcome))].into());
+            }
+            rl_verdict(&evaluation)
+        };
+        let rule = "the queries with their expansion terms";
+        let said = of(NotShown, Better);
+        assert!(said[0].contains(&format!("is not shown to differ from {rule} (+1.0 [")), "{said:?}");
+        assert!(said[2].ends_with(&format!("is not shown to be better than {rule}.")), "{said:?}");
+        // Symptom: RL was said to have earned its cost where another rule did better.
+        assert_eq!(of(Better, Worse)[2], "RL did not earn its cost: the queries with their history do better.");
+        assert!(of(Better, Better)[0].contains(&format!("is better than {rule} (")));
     }
 
     #[test]

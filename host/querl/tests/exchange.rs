@@ -114,7 +114,7 @@ fn responses_that_are_edits_are_counted_and_said_at_export() {
     let converted: Value = serde_json::from_str(&output.stdout).unwrap();
     let facts = &converted["stages"][2]["facts"];
     let count = |name: &str| facts[name].as_u64().unwrap();
-    let forms = ["- keep the query", "- add to the query", "- add the history", "- replace the query"].map(count);
+    let forms = ["- keep the query", "- add to the query", "- expand the query", "- replace the query"].map(count);
     assert_eq!(forms.iter().sum::<u64>(), count("kept"), "{facts}");
     let train = project.rows("edits/data/train.jsonl");
     let is_kept = |row: &&Value| row["messages"].as_array().unwrap().last().unwrap()["role"] == "assistant";

@@ -86,7 +86,10 @@ fn without_a_gain_or_titles_there_are_no_terms() {
         .map(|passage| json!({"id": passage["id"], "text": passage["title"]}).to_string());
     let titled = project.read("kb.jsonl");
     project.write("kb.jsonl", &untitled.collect::<Vec<_>>().join("\n"));
-    assert!(convert(&project, &[]).contains("convert: no expansion terms: the gold passages have no titles\n"));
+    assert!(
+        convert(&project, &[])
+            .contains("convert: no expansion terms: the gold passages have no titles; add a `title` to")
+    );
     project.write("kb.jsonl", &titled);
     // Queries that already have the words.
     let named = project.rows("queries.jsonl").into_iter().map(|mut row| {
@@ -100,6 +103,8 @@ fn without_a_gain_or_titles_there_are_no_terms() {
     let said = convert(&project, &[]);
     assert!(said.contains("standard error 0.000): not used, since a gain is not shown\n"), "{said}");
     assert!(!project.path("run/data/expansion.json").exists());
+    // Symptom: a run without terms had no file of them, and convert ran again each time.
+    assert!(convert(&project, &[]).contains("convert: finished earlier, skipped\n"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -148,6 +153,13 @@ async fn servers_deployments_and_exports_have_the_terms_of_eval() {
         let label: Value = serde_json::from_str(exported["querl"].as_str().unwrap()).unwrap();
         assert_eq!(label["expansion"], row["metadata"]["expansion"], "{exported}");
     }
+    // A convert with other settings after the training.
+    project.querl(&["convert", "querl.toml", "--set", "data.expansion_terms=0"]).ok();
+    let refused = project.querl(&["serve", "rewrite", "run", "--addr", "127.0.0.1:0"]);
+    assert_eq!(refused.code, Some(2), "{refused:#?}");
+    let problem =
+        "run/data/expansion.json: is not what `sft` was trained with, since `convert` has begun again after it";
+    assert!(refused.stderr.contains(problem), "{refused:#?}");
     damage(&project.path("deployment/tenants/fivedoctors/data/expansion.json"));
     let refused = project.querl(&["serve", "rewrite", "deployment", "--addr", "127.0.0.1:0"]);
     assert_eq!(refused.code, Some(2), "{refused:#?}");

@@ -26,8 +26,8 @@ const MAX_HALVINGS: usize = 30;
 /// Added to the second derivative, which is 0 where all probabilities are 0 or 1.
 const MIN_CURVATURE: f64 = 1e-12;
 
-/// Minimises the sum of log-losses of the rows plus `penalty` (λ) times the sum of absolute weights, until no partial derivative is further than
-/// `tolerance` from that of a minimum. `labels` has one entry per row.
+/// Minimises the sum of log-losses of the rows plus `penalty` (λ) times the sum of absolute weights, until in a pass no partial derivative was
+/// further than `tolerance` from that of a minimum, or after [`MAX_PASSES`]. `labels` has one entry per row.
 pub(super) fn fit(features: &Features, labels: &[bool], penalty: f64, tolerance: f64) -> Weights {
     let mut descent = Descent {
         labels,
@@ -108,7 +108,8 @@ impl Descent<'_> {
             }
             share /= 2.0;
         }
-        (weight, distance)
+        // No step decreases the loss by more than rounding.
+        (weight, 0.0)
     }
 
     fn change_of_loss(&self, rows: &[u32], change: f64) -> f64 {

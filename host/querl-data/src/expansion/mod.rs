@@ -33,8 +33,8 @@ const MIN_PROBABILITY: f64 = 0.2;
 const MIN_ROWS_OF_TERM: usize = 3;
 /// Maximum number of words that are predicted: the most frequent ones.
 const MAX_MODELLED_TERMS: usize = 500;
-/// Maximum number of rows of a fit.
-const MAX_ROWS: usize = 10_000;
+/// Number of rows of a fit from which no further group is added.
+const MAX_ROWS: usize = 5000;
 const N_FOLDS: usize = 5;
 /// Seed of the folds, which must not be those of the splits.
 const FOLD_SEED: u64 = 0x0065_7870_616e_6400;
@@ -47,8 +47,12 @@ const OF_HISTORY: &str = "history:";
 #[derive(Debug, Clone)]
 pub struct ExpansionModel {
     segmenter: WordSegmenter,
-    file: ExpansionFile,
-    /// Terms with their weights, by feature.
+    max_terms: usize,
+    form: ExpansionForm,
+    title_words: BTreeSet<String>,
+    /// Terms with their intercepts.
+    terms: Vec<(String, f32)>,
+    /// Positions of terms with their weights, by feature.
     by_feature: HashMap<String, Vec<(usize, f32)>>,
 }
 
@@ -96,55 +100,95 @@ impl ExpansionForm {
 /// Number of terms from which the words that no title has are left out, with [`ExpansionForm::TitleWords`].
 const MIN_TERMS_OF_TITLE_WORDS: usize = 2;
 
-/// A model, and the terms of the rows it was fitted on.
+/// A model, and expansion terms of the rows of train.
 #[derive(Debug)]
 pub struct FittedExpansion {
-    /// The model, fitted on all rows.
+    /// The model, fitted on all of the rows.
     pub model: ExpansionModel,
-    /// Out-of-fold terms of each row, separated by spaces, from a model that was fitted without a fifth of the groups, to which the row belongs.
+    /// Out-of-fold terms of each row, separated by spaces: of a model that was fitted without a fifth of the groups, to which the row belongs.
     pub out_of_fold: Vec<String>,
+    /// Positions of the rows that were fitted.
+    pub fitted: Vec<usize>,
+}
+
+/// Why there is no model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NoExpansion {
+    /// No row has gold ids.
+    #[error("no row of train has gold ids; name their column in data.gold_column")]
+    NoGoldIds,
+    /// The gold passages have no titles.
+    #[error("the gold passages have no titles; add a `title` to the passages of retrieval.knowledge_base")]
+    NoTitles,
+    /// The rows with gold ids are of too few groups.
+    #[error("train has {0} group(s) of rows with gold ids, expected at least {MIN_GROUPS}; add queries")]
+    FewGroups(usize),
+    /// No word is in the titles of several rows.
+    #[error(
+        "no word is in the titles of the gold passages of {MIN_ROWS_OF_TERM} rows of train; add queries about the same passages"
+    )]
+    NoSharedWord,
 }
 
 impl ExpansionModel {
     fn new(segmenter: WordSegmenter, max_terms: usize, terms: Vec<Term>) -> Self {
         let mut by_feature: HashMap<String, Vec<(usize, f32)>> = HashMap::new();
-        for (position, term) in terms.iter().enumerate() {
-            for (feature, weight) in &term.weights {
-                by_feature.entry(feature.clone()).or_default().push((position, *weight));
+        let mut intercepts = Vec::new();
+        for (position, Term { term, intercept, weights }) in terms.into_iter().enumerate() {
+            intercepts.push((term, intercept));
+            for (feature, weight) in weights {
+                by_feature.entry(feature).or_default().push((position, weight));
             }
         }
-        let (language, dictionary) = (segmenter.language(), segmenter.own_words().clone());
         let (form, title_words) = (ExpansionForm::WithHistory, BTreeSet::new());
-        let file = ExpansionFile { format: FORMAT, language, dictionary, max_terms, form, title_words, terms };
-        Self { segmenter, file, by_feature }
+        Self { segmenter, max_terms, form, title_words, terms: intercepts, by_feature }
     }
 
-    /// Fits a model on rows with gold ids. `None` if the rows are of fewer than 20 groups, or if no title word is that of several rows.
+    /// Fits a model on the rows of train that have gold ids.
+    ///
+    /// # Errors
+    /// Too few rows have gold passages with titles in common.
     pub fn fit(
         rows: &[&QueryRow],
         titles: &Titles,
         segmenter: &WordSegmenter,
         max_terms: usize,
-    ) -> Option<FittedExpansion> {
-        let examples = Examples::new(rows, &titles.by_gold_id, segmenter);
-        let n_groups = rows.iter().map(|row| &row.group).collect::<HashSet<_>>().len();
-        if n_groups < MIN_GROUPS {
-            return None;
+    ) -> Result<FittedExpansion, NoExpansion> {
+        Self::fit_at_most(MAX_ROWS, rows, titles, segmenter, max_terms)
+    }
+
+    fn fit_at_most(
+        max_rows: usize,
+        rows: &[&QueryRow],
+        titles: &Titles,
+        segmenter: &WordSegmenter,
+        max_terms: usize,
+    ) -> Result<FittedExpansion, NoExpansion> {
+        let groups: HashSet<&str> =
+            rows.iter().filter(|row| !row.gold_ids.is_empty()).map(|row| row.group.as_str()).collect();
+        match (groups.len(), titles.by_gold_id.is_empty()) {
+            (0, _) => return Err(NoExpansion::NoGoldIds),
+            (_, true) => return Err(NoExpansion::NoTitles),
+            (n_groups, _) if n_groups < MIN_GROUPS => return Err(NoExpansion::FewGroups(n_groups)),
+            _ => {}
         }
+        let examples = Examples::new(rows, &titles.by_gold_id, segmenter, max_rows);
         let model = |terms| Self::new(segmenter.clone(), max_terms, terms);
         let mut whole = model(examples.fit(&examples.fitted));
-        whole.file.title_words.clone_from(&titles.words);
-        if whole.file.terms.is_empty() {
-            return None;
+        if whole.terms.is_empty() {
+            return Err(NoExpansion::NoSharedWord);
         }
-        let mut out_of_fold: Vec<String> = rows.iter().map(|row| whole.terms_of(row)).collect();
+        whole.title_words.clone_from(&titles.words);
+        let mut out_of_fold = vec![String::new(); rows.len()];
         for fold in 0..N_FOLDS {
-            let (held_out, others): (Vec<usize>, Vec<usize>) =
-                examples.fitted.iter().partition(|row| examples.fold_of[**row] == fold);
+            let is_held_out = |row: &usize| examples.fold_of[*row] == fold;
+            let others: Vec<usize> = examples.fitted.iter().copied().filter(|row| !is_held_out(row)).collect();
             let without = model(examples.fit(&others));
-            held_out.into_iter().for_each(|row| out_of_fold[row] = without.terms_of(rows[row]));
+            for row in (0..rows.len()).filter(is_held_out) {
+                out_of_fold[row] = without.terms(&rows[row].original_query, &rows[row].history_summary);
+            }
         }
-        Some(FittedExpansion { model: whole, out_of_fold })
+        Ok(FittedExpansion { model: whole, out_of_fold, fitted: examples.fitted })
     }
 
     /// Reads a model from its file.
@@ -161,9 +205,8 @@ impl ExpansionModel {
             return Err(DataError::file(path, problem));
         }
         let segmenter = WordSegmenter::of(file.language, file.dictionary);
-        let mut model = Self::new(segmenter, file.max_terms, file.terms);
-        (model.file.form, model.file.title_words) = (file.form, file.title_words);
-        Ok(model)
+        let model = Self::new(segmenter, file.max_terms, file.terms);
+        Ok(Self { form: file.form, title_words: file.title_words, ..model })
     }
 
     /// Writes the model to a file.
@@ -171,22 +214,45 @@ impl ExpansionModel {
     /// # Errors
     /// The file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), DataError> {
-        write_json(path, &self.file).map_err(|error| DataError::write(path, error))
+        write_json(path, &self.file()).map_err(|error| DataError::write(path, error))
+    }
+
+    fn file(&self) -> ExpansionFile {
+        let of_term = |(term, intercept): &(String, f32)| Term {
+            term: term.clone(),
+            intercept: *intercept,
+            weights: BTreeMap::new(),
+        };
+        let mut terms: Vec<Term> = self.terms.iter().map(of_term).collect();
+        for (feature, weights) in &self.by_feature {
+            for (position, weight) in weights {
+                terms[*position].weights.insert(feature.clone(), *weight);
+            }
+        }
+        ExpansionFile {
+            format: FORMAT,
+            language: self.segmenter.language(),
+            dictionary: self.segmenter.own_words().clone(),
+            max_terms: self.max_terms,
+            form: self.form,
+            title_words: self.title_words.clone(),
+            terms,
+        }
     }
 
     /// The model with expansions of another form.
     #[must_use]
     pub fn with_form(mut self, form: ExpansionForm) -> Self {
-        self.file.form = form;
+        self.form = form;
         if form != ExpansionForm::TitleWords {
-            self.file.title_words.clear();
+            self.title_words.clear();
         }
         self
     }
 
     /// The expansion of a query: what `&` stands for.
     pub fn expansion(&self, query: &str, history: &str) -> String {
-        self.text(self.file.form, query, history, &self.terms(query, history))
+        self.text(self.form, query, history, &self.terms(query, history))
     }
 
     /// The expansion with these terms, in another form.
@@ -205,19 +271,19 @@ impl ExpansionModel {
     fn words_of_titles(&self, text: &str) -> String {
         let is_known = |piece: &&str| {
             let words = self.segmenter.words(&fold(piece));
-            !words.is_empty() && words.iter().all(|word| self.file.title_words.contains(word))
+            !words.is_empty() && words.iter().all(|word| self.title_words.contains(word))
         };
         self.segmenter.pieces(text).into_iter().filter(is_known).collect::<Vec<_>>().join(" ")
     }
 
     /// Number of words that are predicted.
     pub fn n_terms(&self) -> usize {
-        self.file.terms.len()
+        self.terms.len()
     }
 
     /// Expansion terms of a query and its history, most probable first, separated by spaces.
     pub fn terms(&self, query: &str, history: &str) -> String {
-        let mut logits: Vec<f64> = self.file.terms.iter().map(|term| f64::from(term.intercept)).collect();
+        let mut logits: Vec<f64> = self.terms.iter().map(|(_, intercept)| f64::from(*intercept)).collect();
         for feature in features_of(&self.segmenter, query, history) {
             for (term, weight) in self.by_feature.get(&feature).into_iter().flatten() {
                 logits[*term] += f64::from(*weight);
@@ -227,12 +293,8 @@ impl ExpansionModel {
             logits.into_iter().enumerate().filter(|(_, logit)| probability(*logit) > MIN_PROBABILITY).collect();
         // On ties in the order of the file.
         found.sort_by(|(_, one), (_, other)| other.total_cmp(one));
-        let terms = found.iter().take(self.file.max_terms).map(|(term, _)| self.file.terms[*term].term.as_str());
+        let terms = found.iter().take(self.max_terms).map(|(term, _)| self.terms[*term].0.as_str());
         terms.collect::<Vec<_>>().join(" ")
-    }
-
-    fn terms_of(&self, row: &QueryRow) -> String {
-        self.terms(&row.original_query, &row.history_summary)
     }
 }
 
@@ -286,13 +348,16 @@ struct Examples {
 }
 
 impl Examples {
-    fn new(rows: &[&QueryRow], titles: &HashMap<String, String>, segmenter: &WordSegmenter) -> Self {
+    fn new(rows: &[&QueryRow], titles: &HashMap<String, String>, segmenter: &WordSegmenter, max_rows: usize) -> Self {
         let digests: Vec<u128> = rows.iter().map(|row| group_digest(FOLD_SEED, &row.group)).collect();
         let groups: Vec<u128> = digests.iter().copied().collect::<BTreeSet<_>>().into_iter().collect();
         let fold_of = |digest: &u128| groups.binary_search(digest).unwrap_or_default() % N_FOLDS;
-        let mut fitted: Vec<usize> = (0..rows.len()).collect();
+        let mut fitted: Vec<usize> = (0..rows.len()).filter(|row| !rows[*row].gold_ids.is_empty()).collect();
         fitted.sort_by_key(|row| (digests[*row], &rows[*row].id));
-        fitted.truncate(MAX_ROWS);
+        // Groups stay whole.
+        let n_fitted =
+            (max_rows..fitted.len()).find(|at| digests[fitted[*at]] != digests[fitted[at.saturating_sub(1)]]);
+        fitted.truncate(n_fitted.unwrap_or(fitted.len()));
         let title_words = TitleWords::new(titles, segmenter);
         let features: Vec<BTreeSet<String>> =
             rows.par_iter().map(|row| features_of(segmenter, &row.original_query, &row.history_summary)).collect();
@@ -421,7 +486,7 @@ mod tests {
         WordSegmenter::of(Language::En, Vec::new())
     }
 
-    fn fitted(rows: &[QueryRow], max_terms: usize) -> Option<FittedExpansion> {
+    fn fitted(rows: &[QueryRow], max_terms: usize) -> Result<FittedExpansion, NoExpansion> {
         ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &titles(), &english(), max_terms)
     }
 
@@ -461,7 +526,10 @@ mod tests {
         for number in 48..54 {
             rows.push(QueryRow { group: "alone".into(), ..row(number, "zebra crossing", "", "pier") });
         }
-        let FittedExpansion { model, out_of_fold } = fitted(&rows, 10).unwrap();
+        // And one without gold ids in the same group.
+        rows.push(QueryRow { group: "alone".into(), gold_ids: Vec::new(), ..row(54, "zebra", "", "") });
+        let FittedExpansion { model, out_of_fold, fitted } = fitted(&rows, 10).unwrap();
+        assert_eq!(fitted.len(), 54);
         assert!(model.terms("zebra", "").contains("piers"));
         assert!(out_of_fold[48..].iter().all(|terms| !terms.contains("piers")), "{:?}", &out_of_fold[48..]);
         assert_eq!(sorted(&out_of_fold[0]), ["refunds", "saltpass"]);
@@ -473,7 +541,7 @@ mod tests {
         let first = fitted(&rows, 10).unwrap();
         rows.reverse();
         let second = fitted(&rows, 10).unwrap();
-        assert_eq!(first.model.file, second.model.file);
+        assert_eq!(first.model.file(), second.model.file());
         assert!(first.out_of_fold.iter().eq(second.out_of_fold.iter().rev()));
     }
 
@@ -492,13 +560,13 @@ mod tests {
         let model = model.with_form(ExpansionForm::TitleWords);
         model.write(&path).unwrap();
         let read = ExpansionModel::read(&path).unwrap();
-        assert_eq!(read.file, model.file);
+        assert_eq!(read.file(), model.file());
         let terms = model.terms("航线卡", "");
         assert!(terms.contains("航线卡") && terms.contains("退款"), "{terms}");
         assert_eq!(read.expansion("我的航线卡", ""), model.expansion("我的航线卡", ""));
         assert!(read.expansion("我的航线卡", "").starts_with("航线卡 "), "{}", read.expansion("我的航线卡", ""));
         model.with_form(ExpansionForm::WithHistory).write(&path).unwrap();
-        assert!(ExpansionModel::read(&path).unwrap().file.title_words.is_empty());
+        assert!(ExpansionModel::read(&path).unwrap().title_words.is_empty());
     }
 
     #[test]
@@ -516,10 +584,32 @@ mod tests {
     }
 
     #[test]
-    fn too_few_groups_and_titles_that_nothing_shares_have_no_model() {
-        assert!(fitted(&rows()[..12], 10).is_none());
+    fn without_a_model_the_reason_is_given() {
+        let without = |rows: &[QueryRow]| fitted(rows, 10).unwrap_err();
+        assert_eq!(without(&rows()[..12]), NoExpansion::FewGroups(12));
         let alone: Vec<QueryRow> = (0..30).map(|number| row(number, "refund", "", &format!("p{number}"))).collect();
-        assert!(fitted(&alone, 10).is_none());
+        assert_eq!(without(&alone), NoExpansion::NoSharedWord);
+        let mut unknown = rows();
+        unknown.iter_mut().for_each(|row| row.gold_ids.clear());
+        assert_eq!(without(&unknown), NoExpansion::NoGoldIds);
+        let rows = rows();
+        let untitled = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &Titles::default(), &english(), 10);
+        assert_eq!(untitled.unwrap_err(), NoExpansion::NoTitles);
+    }
+
+    #[test]
+    fn of_many_rows_whole_groups_are_fitted() {
+        let rows: Vec<QueryRow> = (0..90)
+            .map(|number| QueryRow { group: format!("g{}", number / 3), ..rows()[number % 48].clone() })
+            .collect();
+        let rows: Vec<&QueryRow> = rows.iter().collect();
+        let of = |max_rows| ExpansionModel::fit_at_most(max_rows, &rows, &titles(), &english(), 10).unwrap();
+        let FittedExpansion { out_of_fold, fitted, .. } = of(64);
+        assert_eq!(fitted.len(), 66);
+        let groups: HashSet<&str> = fitted.iter().map(|row| rows[*row].group.as_str()).collect();
+        assert_eq!(groups.len(), 22);
+        assert!(out_of_fold.iter().all(|terms| !terms.is_empty()));
+        assert_eq!(of(90).fitted.len(), 90);
     }
 
     #[test]

@@ -88,7 +88,12 @@ pub fn convert(
     let mut n_other_prompts = 0;
     let mut waiting: [FilterBatch; 3] = Default::default();
     for (index, record) in records.read()?.enumerate() {
-        let record = record?;
+        let mut record = record?;
+        if let Some(by_id) = conversion.expansions {
+            let query = &mut record.rewritten.query;
+            let expansion = by_id.get(&query.id).cloned();
+            query.expansion = Some(expansion.ok_or_else(|| changed_meanwhile(records.path()))?);
+        }
         let query = &record.rewritten.query;
         let split = splits.split_of(query).ok_or_else(|| changed_meanwhile(records.path()))?;
         let columns = reader.as_mut().map_or_else(|| Ok(Columns::default()), |reader| reader.read(query))?;
@@ -227,9 +232,7 @@ impl Conversion<'_> {
             messages.push(Message { role: "assistant".into(), content: target.clone() });
         }
         let by_another = record.rewritten.rewrite.as_ref().ok().and_then(|completion| completion.source.clone());
-        let expansion = self.expansions.map(|by_id| by_id.get(&row.id).cloned().unwrap_or_default());
-        let query = QueryRow { expansion, ..row.clone() };
-        let source = by_another.unwrap_or_else(|| self.teacher_name.to_owned());
+        let (query, source) = (row.clone(), by_another.unwrap_or_else(|| self.teacher_name.to_owned()));
         let (top1_score, rewrite_form) = (record.top1_score(), Some(self.config.rewrite_form));
         DatasetRow { messages, metadata: RowMetadata { query, top1_score, source, rewrite_form, dropped } }
     }

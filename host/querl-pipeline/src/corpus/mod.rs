@@ -20,7 +20,7 @@ use anyhow::Context as _;
 use conversation::{Conversation, ConversationGenerator};
 use passages::text_pieces;
 use querl_core::config::{Config, Language, RewriteForm};
-use querl_core::edits::{KEEP, append, append_history, is_plain, with_history};
+use querl_core::edits::{KEEP, append, expand, is_plain, with_history};
 use querl_core::fsx::AtomicFile;
 use querl_core::ports::{PromptInput, PromptTask, Prompts, Reporter};
 use querl_core::records::{Context, Message};
@@ -191,7 +191,7 @@ impl ConversationWriter<'_> {
         }
         if !history.is_empty() && rng.random_bool(0.5) {
             let known = with_history(query, history, "");
-            return append_history(&self.segmenter.text_without_words_of(&target, &known));
+            return expand(&self.segmenter.text_without_words_of(&target, &known));
         }
         let added = self.segmenter.text_without_words_of(&target, query);
         if added.is_empty() { KEEP.to_owned() } else { append(&added) }

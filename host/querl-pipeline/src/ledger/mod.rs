@@ -181,6 +181,11 @@ impl Ledger {
         self.entry(stage).filter(|entry| entry.finished)
     }
 
+    /// Digest of the model of expansion terms that the finished `convert` wrote; `None` in a run without one.
+    pub(crate) fn expansion_digest(&self, dir: &RunDir) -> Option<String> {
+        self.finished(StageName::Convert)?.outputs.digest(self.root(), &dir.expansion())
+    }
+
     /// Names of the results of other stages that the finished `stage` read and that have changed since, by their digests in this ledger: no
     /// file is read.
     pub(crate) fn changed_after(&self, stage: StageName) -> Vec<String> {

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use querl_core::config::{
     BaseDtype, Config, ModelConfig, PluginConfig, RewriteForm, RlConfig, is_registry_reference, load_resolved,
 };
-use querl_core::edits::EditParts;
+use querl_core::edits::{EXPAND, EditParts};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Context, Message};
@@ -114,15 +114,26 @@ impl ServedRun {
         Ok(inputs)
     }
 
-    /// Digest of the file of the expansion model, after a comparison with the digest that `convert` recorded; `None` in a run without one.
+    /// Digest of the file of the expansion model, after a comparison with the digests that `convert` and the training recorded; `None` in a
+    /// run without one.
     pub(super) fn expansion_digest(&self) -> anyhow::Result<Option<String>> {
         let (ledger, path) = (Ledger::open(&self.dir.stages())?, self.dir.expansion());
-        let outputs = ledger.entry(StageName::Convert).map(|entry| &entry.outputs);
-        let Some(outputs) = outputs.filter(|_| self.config.data.rewrite_form == RewriteForm::Edit) else {
+        if self.config.data.rewrite_form != RewriteForm::Edit {
             return Ok(None);
-        };
-        outputs.check(ledger.root(), StageName::Convert, &path)?;
-        Ok(outputs.digest(ledger.root(), &path))
+        }
+        let digest = ledger.expansion_digest(&self.dir);
+        // A deployment has no inputs.
+        let trained =
+            ledger.entry(self.stage).map(|entry| &entry.inputs).filter(|inputs| !inputs.upstream().is_empty());
+        if trained.is_some_and(|inputs| inputs.get(EXPANSION_INPUT) != digest.as_deref()) {
+            let (path, stage) = (path.display(), self.stage);
+            let problem = format!("is not what `{stage}` was trained with, since `convert` has begun again after it");
+            return Err(Stop::usage(format!("{path}: {problem}; run `querl run CONFIG` to finish both")).into());
+        }
+        if let Some(entry) = ledger.entry(StageName::Convert).filter(|_| digest.is_some()) {
+            entry.outputs.check(ledger.root(), StageName::Convert, &path)?;
+        }
+        Ok(digest)
     }
 
     /// The version string of the served model, on a base with weights of type `dtype`.
@@ -174,6 +185,8 @@ pub(crate) const BASE_MODEL: &str = "base model";
 pub(crate) const PROMPT_PLUGIN: &str = "prompt plugin";
 /// Name of the digest of the expansion model.
 const EXPANSION_MODEL: &str = "expansion model";
+/// Name of the expansion model among the inputs of a training.
+const EXPANSION_INPUT: &str = "expansion.json of convert";
 
 /// Model identity: digests of everything that the rewrites of a run depend on. Models with the same identity give the same rewrites.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -331,7 +344,8 @@ impl TenantModel {
     /// Parses the rewrite in a response; a response that cannot be parsed is a failure, so that the client uses the raw query.
     pub(super) fn parse(&self, query: &str, history: &str, text: &str) -> Result<String, GenerationFailure> {
         let failure = |code, message| GenerationFailure { code, message };
-        let expansion = self.expansion.as_ref().map(|model| model.expansion(query, history));
+        let model = self.expansion.as_ref().filter(|_| text.contains(EXPAND));
+        let expansion = model.map(|model| model.expansion(query, history));
         let parts = EditParts { query, history, expansion: expansion.as_deref() };
         match self.response_form.read(self.prompts.as_ref(), parts, text) {
             Ok(Ok(rewrite)) => Ok(rewrite),

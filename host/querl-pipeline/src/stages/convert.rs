@@ -1,10 +1,11 @@
 //! Stage 3: filters keep or drop rows, and the kept rows are split into train, val and test.
 
 use super::edit_targets::{EditTargets, FORMS, edit_targets, form_of};
-use super::expansion::{Expansion, expansion};
+use super::expansion::{Expansion, UsedExpansion, expansion};
 use super::stage::{self, Done, Mean, Stage};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of, teacher_name};
 use crate::run::Run;
+use anyhow::Context as _;
 use querl_core::config::RewriteForm;
 use querl_core::edits::ARE_EDITS;
 use querl_core::ports::Progress;
@@ -51,18 +52,22 @@ impl Stage for Convert {
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
         let mut outputs: Vec<PathBuf> = Split::ALL.into_iter().map(|split| dir.split(split)).collect();
-        outputs.extend([dir.dropped(), dir.expansion()]);
+        outputs.push(dir.dropped());
         outputs
+    }
+
+    fn optional_outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
+        vec![dir.expansion()]
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         let records = RecordFile::<ValidatedRecord>::new(&run.dir.validated());
         let teacher_name = teacher_name(&run.dir)?;
         let (expansion, targets) = match run.config.data.rewrite_form {
-            RewriteForm::Full => (None, EditTargets::default()),
+            RewriteForm::Full => (Expansion::default(), EditTargets::default()),
             RewriteForm::Edit => edits(run, progress)?,
         };
-        let conversion = conversion(run, &teacher_name, &targets, expansion.as_ref());
+        let conversion = conversion(run, &teacher_name, &targets, expansion.used.as_ref());
         let mut dataset = Dataset::create(&run.dir, run.config.data.rewrite_form)?;
         let n_other_prompts = convert(&records, &conversion, &mut |made| dataset.put(&made))?;
         if n_other_prompts > 0 {
@@ -71,18 +76,23 @@ impl Stage for Convert {
                  evaluated with that of the dataset, and `querl serve rewrite` asks it as the plugin does"
             ));
         }
-        let (n_failed, mut facts) = (targets.n_failed, dataset.commit()?);
-        if let Some(Expansion { model, .. }) = &expansion {
-            model.write(&run.dir.expansion())?;
-            facts.add("words that expansion terms are chosen from", model.n_terms());
+        let mut facts = dataset.commit()?;
+        match &expansion.used {
+            Some(UsedExpansion { model, .. }) => {
+                model.write(&run.dir.expansion())?;
+                facts.add("words that expansion terms are chosen from", model.n_terms());
+            }
+            None => stage::remove(&run.dir.expansion()).context("data/expansion.json cannot be removed")?,
         }
+        let n_failed = targets.n_failed + expansion.n_failed;
         if run.config.data.rewrite_form == RewriteForm::Edit {
             progress.line(&format!("targets {ARE_EDITS}"));
         }
-        if n_failed > 0 {
-            facts.add("rows whose lookup failed", n_failed);
+        if targets.n_failed > 0 {
+            facts.add("rows whose lookup failed", targets.n_failed);
             progress.line(&format!(
-                "{n_failed} rows keep the teacher's rewrite because a lookup failed; run convert again"
+                "{} rows keep the teacher's rewrite because a lookup failed; run convert again",
+                targets.n_failed
             ));
         }
         Ok(Done { facts, n_failed })
@@ -90,10 +100,10 @@ impl Stage for Convert {
 }
 
 /// Expansions and targets of the rows that have a teacher's rewrite.
-fn edits(run: &Run, progress: &dyn Progress) -> anyhow::Result<(Option<Expansion>, EditTargets)> {
+fn edits(run: &Run, progress: &dyn Progress) -> anyhow::Result<(Expansion, EditTargets)> {
     let mut records: Vec<ValidatedRecord> = rows_of(&run.dir.validated())?;
     let expansion = expansion(run, &records, progress)?;
-    if let Some(Expansion { by_id, .. }) = &expansion {
+    if let Some(UsedExpansion { by_id, .. }) = &expansion.used {
         let queries = records.iter_mut().map(|record| &mut record.rewritten.query);
         queries.for_each(|query| query.expansion = by_id.get(&query.id).cloned());
     }
@@ -104,7 +114,7 @@ fn conversion<'a>(
     run: &'a Run,
     teacher_name: &'a str,
     targets: &'a EditTargets,
-    expansion: Option<&'a Expansion>,
+    expansion: Option<&'a UsedExpansion>,
 ) -> Conversion<'a> {
     let (prompts, filters, config) = (run.plugins.prompts.as_ref(), &run.plugins.filters, &run.config.data);
     let expansions = expansion.map(|expansion| &expansion.by_id);

@@ -4,7 +4,7 @@
 use crate::interrupt;
 use crate::run::Run;
 use futures::{StreamExt, TryStreamExt};
-use querl_core::edits::{APPEND, EditParts, KEEP, WITH_HISTORY, append, append_history, is_plain, joined};
+use querl_core::edits::{APPEND, EXPAND, EditParts, KEEP, append, expand, is_plain, joined};
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Hit, QueryRow, ValidatedRecord, retrieval_quality};
 use querl_data::{DataError, WordSegmenter};
@@ -22,14 +22,14 @@ pub(super) struct EditTargets {
 }
 
 /// Names of the forms of targets.
-pub(super) const FORMS: [&str; 4] = ["keep the query", "add to the query", "add the history", "replace the query"];
+pub(super) const FORMS: [&str; 4] = ["keep the query", "add to the query", "expand the query", "replace the query"];
 
 /// The form of a target, as an index into [`FORMS`].
 pub(super) fn form_of(target: &str) -> usize {
     match target.trim() {
         KEEP => 0,
         target if target.starts_with(APPEND) => 1,
-        target if target.starts_with(WITH_HISTORY) => 2,
+        target if target.starts_with(EXPAND) => 2,
         _ => 3,
     }
 }
@@ -104,11 +104,11 @@ async fn target(
             let worth = worth(query, &hits_of(retriever, query, &parts.expanded(added)).await?);
             // No later form can retrieve more, so they are not tried.
             if finds_first(worth) {
-                return Ok(Some(append_history(added)));
+                return Ok(Some(expand(added)));
             }
             // If nothing is found, the teacher's words are more informative than the history's.
             if worth > TOLERANCE {
-                offer(worth, append_history(added));
+                offer(worth, expand(added));
             }
         }
     }
@@ -214,7 +214,7 @@ mod tests {
     #[test]
     fn a_target_keeps_the_query_adds_to_it_or_replaces_it() {
         let form = |target| FORMS[form_of(target)];
-        assert_eq!([form("="), form(&append("鱼油")), form(&append_history("鱼油")), form("鱼油")], FORMS);
+        assert_eq!([form("="), form(&append("鱼油")), form(&expand("鱼油")), form("鱼油")], FORMS);
     }
 
     #[test]

@@ -5,7 +5,6 @@ use super::edit_targets::{hits_of, worth};
 use crate::interrupt;
 use crate::run::Run;
 use futures::{StreamExt, TryStreamExt};
-use querl_core::config::RewriteForm;
 use querl_core::edits::EditParts;
 use querl_core::ports::{Progress, Retriever};
 use querl_core::records::{CallFailure, QueryRow, Split, ValidatedRecord};
@@ -15,56 +14,72 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// Number of standard errors by which the terms must raise the mean reciprocal rank.
 const N_STANDARD_ERRORS: f64 = 2.0;
 
-/// The model of a run, and the expansions of its queries by id.
+/// Number of groups whose lookups must succeed to compare expansions.
+const MIN_GROUPS: usize = 20;
+
+/// Number of rows from which a line is printed before the fit, which takes minutes for some thousands.
+const MANY_ROWS: usize = 1000;
+
+/// The expansions of a run.
+#[derive(Default)]
 pub(super) struct Expansion {
+    /// `None` if there are to be no terms, or if they do not retrieve more.
+    pub used: Option<UsedExpansion>,
+    /// Number of rows of train whose lookup failed.
+    pub n_failed: u64,
+}
+
+/// The model of a run, and the expansions of its queries by id.
+pub(super) struct UsedExpansion {
     pub model: ExpansionModel,
     pub by_id: HashMap<String, String>,
 }
 
-/// Fits a model on the training rows that have gold ids. `None` if there are to be no terms, or if they do not retrieve more.
+/// Fits a model on the rows of train and compares the expansions.
 ///
 /// # Errors
 /// The knowledge base cannot be read, retrieval cannot be opened, or a lookup failed for a reason for which every further lookup would fail.
-pub(super) fn expansion(
-    run: &Run,
-    records: &[ValidatedRecord],
-    progress: &dyn Progress,
-) -> anyhow::Result<Option<Expansion>> {
+pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn Progress) -> anyhow::Result<Expansion> {
     let config = &run.config;
-    let has_terms = config.data.rewrite_form == RewriteForm::Edit && config.data.expansion_terms > 0;
     let knowledge_base = config.retrieval.knowledge_base.as_deref();
-    let Some(knowledge_base) = knowledge_base.filter(|_| has_terms) else { return Ok(None) };
+    let Some(knowledge_base) = knowledge_base.filter(|_| config.data.expansion_terms > 0) else {
+        return Ok(Expansion::default());
+    };
     let all: Vec<&QueryRow> = records.iter().map(|record| &record.rewritten.query).collect();
     let splits = RowSplits::of(all.iter().map(|row| Ok(row.group.clone())), &config.data)?;
-    let is_fitted = |row: &&QueryRow| !row.gold_ids.is_empty() && splits.split_of(row) == Some(Split::Train);
-    let rows: Vec<&QueryRow> = all.iter().copied().filter(is_fitted).collect();
-    if rows.is_empty() {
-        return Ok(None);
-    }
+    let rows: Vec<&QueryRow> = all.iter().copied().filter(|row| splits.split_of(row) == Some(Split::Train)).collect();
     let gold_ids: HashSet<&str> = rows.iter().flat_map(|row| &row.gold_ids).map(String::as_str).collect();
     let segmenter = WordSegmenter::open(&config.retrieval)?;
     let titles = Titles::read(knowledge_base, &gold_ids, &segmenter)?;
-    if titles.by_gold_id.is_empty() {
-        progress.line("no expansion terms: the gold passages have no titles");
-        return Ok(None);
+    if rows.len() >= MANY_ROWS {
+        progress.line(&format!("fitting expansion terms on {} rows of train", rows.len()));
     }
-    let Some(fitted) = ExpansionModel::fit(&rows, &titles, &segmenter, config.data.expansion_terms) else {
-        progress
-            .line("no expansion terms: too few rows of train have gold passages with the same words in their titles");
-        return Ok(None);
+    let fitted = ExpansionModel::fit(&rows, &titles, &segmenter, config.data.expansion_terms);
+    let FittedExpansion { model, out_of_fold, fitted } = match fitted {
+        Ok(fitted) => fitted,
+        Err(reason) => {
+            progress.line(&format!("no expansion terms: {reason}"));
+            return Ok(Expansion::default());
+        }
     };
-    let FittedExpansion { model, out_of_fold } = fitted;
-    let comparison = Comparison::of(&ranks(run, &rows, &model, &out_of_fold)?);
+    let compared: Vec<(&QueryRow, &str)> = fitted.iter().map(|row| (rows[*row], out_of_fold[*row].as_str())).collect();
+    let ranks = ranks(run, &compared, &model)?;
+    let n_failed = (compared.len() - ranks.len()) as u64;
+    let comparison = Comparison::of(&ranks);
     progress.line(&format!("expansion terms: {comparison}"));
+    if n_failed > 0 {
+        progress
+            .line(&format!("{n_failed} rows of train are left out of it because a lookup failed; run convert again"));
+    }
     if !comparison.shows_gain() {
-        return Ok(None);
+        return Ok(Expansion { used: None, n_failed });
     }
     let model = model.with_form(comparison.best);
     let expansion = |row: &QueryRow| model.expansion(&row.original_query, &row.history_summary);
     let mut by_id: HashMap<String, String> = all.iter().map(|row| (row.id.clone(), expansion(row))).collect();
     let of_train = rows.iter().zip(&out_of_fold);
     by_id.extend(of_train.map(|(row, terms)| (row.id.clone(), text(&model, comparison.best, row, terms))));
-    Ok(Some(Expansion { model, by_id }))
+    Ok(Expansion { used: Some(UsedExpansion { model, by_id }), n_failed })
 }
 
 fn text(model: &ExpansionModel, form: ExpansionForm, row: &QueryRow, terms: &str) -> String {
@@ -79,15 +94,10 @@ struct Ranks<'a> {
     expanded: [f64; 3],
 }
 
-/// Looks up each row with its history, and its expansion in each form. Rows whose lookups fail are left out.
-fn ranks<'a>(
-    run: &Run,
-    rows: &[&'a QueryRow],
-    model: &ExpansionModel,
-    terms: &[String],
-) -> anyhow::Result<Vec<Ranks<'a>>> {
+/// Looks up each row with its history, and its expansion in each form, with these terms. Rows whose lookups fail are left out.
+fn ranks<'a>(run: &Run, rows: &[(&'a QueryRow, &str)], model: &ExpansionModel) -> anyhow::Result<Vec<Ranks<'a>>> {
     let retriever = run.retriever_until(interrupt::flag())?;
-    let rank = |(row, terms): (&&'a QueryRow, &String)| {
+    let rank = |(row, terms): &(&'a QueryRow, &str)| {
         let (row, retriever) = (*row, retriever.as_ref());
         let expansions = ExpansionForm::ALL.map(|form| text(model, form, row, terms));
         async move {
@@ -98,7 +108,7 @@ fn ranks<'a>(
         }
     };
     let n_calls = run.config.retrieval.max_concurrent.max(1);
-    let ranking = futures::stream::iter(rows.iter().zip(terms).map(rank)).buffered(n_calls);
+    let ranking = futures::stream::iter(rows.iter().map(rank)).buffered(n_calls);
     let found: Result<Vec<Option<Ranks<'a>>>, DataError> = run.runtime.block_on(ranking.try_collect());
     // After an interrupt, retrieval fails.
     interrupt::check()?;
@@ -128,6 +138,7 @@ async fn ranks_of<'a>(
 /// Mean reciprocal ranks with the history, and with the expansions.
 struct Comparison {
     n_rows: usize,
+    n_groups: usize,
     with_history: f64,
     /// In the order of [`ExpansionForm::ALL`].
     expanded: [f64; 3],
@@ -152,11 +163,12 @@ impl Comparison {
             *by_group.entry(row.group).or_default() += row.expanded[best] - row.with_history - gain;
         }
         let standard_error = by_group.values().map(|sum| sum * sum).sum::<f64>().sqrt() / n;
-        Self { n_rows, with_history, expanded, best: ExpansionForm::ALL[best], gain, standard_error }
+        let n_groups = by_group.len();
+        Self { n_rows, n_groups, with_history, expanded, best: ExpansionForm::ALL[best], gain, standard_error }
     }
 
     fn shows_gain(&self) -> bool {
-        self.gain > N_STANDARD_ERRORS * self.standard_error
+        self.n_groups >= MIN_GROUPS && self.gain > N_STANDARD_ERRORS * self.standard_error
     }
 }
 
@@ -181,36 +193,51 @@ impl std::fmt::Display for Comparison {
 mod tests {
     use super::*;
 
-    fn ranks(gains: &[(&'static str, f64)]) -> Vec<Ranks<'static>> {
-        let of = |(group, gain): &(&'static str, f64)| Ranks {
-            group,
-            with_history: 0.25,
-            expanded: [0.25 + gain, 0.25, 0.0],
-        };
-        gains.iter().map(of).collect()
+    /// Five times as many groups with the same gains.
+    fn ranks(gains: &[f64]) -> Vec<(String, f64)> {
+        let gains = gains.iter().copied().cycle().take(5 * gains.len());
+        gains.enumerate().map(|(number, gain)| (format!("g{number}"), gain)).collect()
+    }
+
+    fn compared(gains: &[(String, f64)]) -> Comparison {
+        Comparison::of(&rows(gains))
+    }
+
+    fn rows(gains: &[(String, f64)]) -> Vec<Ranks<'_>> {
+        gains
+            .iter()
+            .map(|(group, gain)| Ranks { group, with_history: 0.25, expanded: [0.25 + gain, 0.25, 0.0] })
+            .collect()
     }
 
     #[test]
     fn a_gain_is_shown_from_two_standard_errors_between_groups() {
-        let groups = ["a", "b", "c", "d"];
-        let alike: Vec<_> = groups.iter().map(|group| (*group, 0.25)).collect();
-        assert!(Comparison::of(&ranks(&alike)).shows_gain());
-        // Gains 0.5, 0.5, 0.5 and -0.5: mean 0.25; deviations 0.25 three times and -0.75, whose root of the sum of squares is 0.866; / 4.
-        let mixed = [("a", 0.5), ("b", 0.5), ("c", 0.5), ("d", -0.5)];
-        let comparison = Comparison::of(&ranks(&mixed));
-        assert!((comparison.standard_error - 0.75_f64.sqrt() / 4.0).abs() < 1e-12);
-        assert!(!comparison.shows_gain());
-        let text = "MRR of 4 rows of train 0.250 with query and history; with out-of-fold terms too 0.500, without history 0.250, with the title \
-                    words of both alone 0.000 (best gain +0.250, standard error 0.217): not used, since a gain is not shown";
-        assert_eq!(comparison.to_string(), text);
-        // Four times the same row is no more evidence.
-        let repeated: Vec<_> = mixed.iter().flat_map(|one| [*one; 4]).collect();
-        assert!((Comparison::of(&ranks(&repeated)).standard_error - comparison.standard_error).abs() < 1e-12);
+        assert!(compared(&ranks(&[0.25; 4])).shows_gain());
+        // Gains 0.5, 0.5, 0.5 and -0.5 five times: mean 0.25; deviations 0.25 fifteen times and -0.75 five times, whose squares sum to 3.75.
+        let mixed = ranks(&[0.5, 0.5, 0.5, -0.5]);
+        let comparison = compared(&mixed);
+        assert!((comparison.standard_error - 3.75_f64.sqrt() / 20.0).abs() < 1e-12);
+        assert!(comparison.shows_gain(), "{comparison}");
+        // Four rows of a group are one observation.
+        let repeated: Vec<_> = mixed.iter().flat_map(|row| vec![row.clone(); 4]).collect();
+        assert!((compared(&repeated).standard_error - comparison.standard_error).abs() < 1e-12);
+        let weak = compared(&ranks(&[0.5, -0.5, 0.5, -0.25]));
+        let text = "MRR of 20 rows of train 0.250 with query and history; with out-of-fold terms too 0.312, without history 0.250, with the title \
+                    words of both alone 0.000 (best gain +0.062, standard error 0.100): not used, since a gain is not shown";
+        assert_eq!(weak.to_string(), text);
+    }
+
+    /// Regression: the rows of one group, which were all whose lookups succeeded, had a standard error of 0.
+    #[test]
+    fn few_groups_show_no_gain() {
+        assert!(!compared(&ranks(&[0.25; 3])).shows_gain());
+        assert!(!compared(&[]).shows_gain());
     }
 
     #[test]
     fn the_best_form_is_chosen() {
-        let mut rows = ranks(&[("a", 0.25), ("b", 0.25)]);
+        let gains = ranks(&[0.25; 4]);
+        let mut rows = rows(&gains);
         rows.iter_mut().for_each(|row| row.expanded[1] = 0.5);
         assert_eq!(Comparison::of(&rows).best, ExpansionForm::WithHistory, "the first of equal ones");
         rows.iter_mut().for_each(|row| row.expanded[2] = 0.75);
@@ -220,10 +247,5 @@ mod tests {
             comparison.to_string().ends_with("`&` is the title words of query and history, and terms"),
             "{comparison}"
         );
-    }
-
-    #[test]
-    fn without_rows_no_gain_is_shown() {
-        assert!(!Comparison::of(&[]).shows_gain());
     }
 }

@@ -363,7 +363,8 @@ fn execute(
         done
     };
     let seconds = start.elapsed().as_secs_f64();
-    let (outputs, logs) = (Outputs::of(run.dir.root(), &stage.outputs(&run.dir))?, logs(run, stage)?);
+    let written = [stage.outputs(&run.dir), stage.optional_outputs(&run.dir)].concat();
+    let (outputs, logs) = (Outputs::of(run.dir.root(), &written)?, logs(run, stage)?);
     let (n_failed, facts) = (done.n_failed, done.facts.clone());
     let entry = Entry { finished: true, n_failed, facts, seconds, outputs, logs, ..begun };
     ledger.put(name, entry)?;

@@ -82,6 +82,7 @@ impl Stage for Rl {
         for split in [Split::Train, Split::Val] {
             inputs.made_by(ledger, StageName::Convert, &run.dir.split(split))?;
         }
+        stage::add_expansion(&mut inputs, run, ledger)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         Ok(inputs)
     }

@@ -37,6 +37,7 @@ impl Stage for Sft {
         for split in [Split::Train, Split::Val] {
             inputs.made_by(ledger, StageName::Convert, &run.dir.split(split))?;
         }
+        stage::add_expansion(&mut inputs, run, ledger)?;
         Ok(inputs)
     }
 

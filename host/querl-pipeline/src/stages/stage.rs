@@ -69,6 +69,11 @@ pub(crate) trait Stage: Sync {
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf>;
 
+    /// Files that the stage writes in some runs alone.
+    fn optional_outputs(&self, _dir: &RunDir) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
     /// Paths of the exported tables, in the configured formats.
     fn tables(&self, _run: &Run) -> Vec<PathBuf> {
         Vec::new()
@@ -77,7 +82,7 @@ pub(crate) trait Stage: Sync {
     /// Files and folders that the stage writes or resumes from, which are moved aside when it starts over. The stage's lines of
     /// `metrics.jsonl` and its TensorBoard events are moved too, without being listed here.
     fn owned(&self, dir: &RunDir) -> Vec<PathBuf> {
-        self.outputs(dir)
+        [self.outputs(dir), self.optional_outputs(dir)].concat()
     }
 
     /// Whether a stopped run of the stage left files to resume from.
@@ -198,6 +203,14 @@ pub(crate) fn add_target_forms(inputs: &mut Inputs, config: &Config) {
         if retrieval_language(&config.retrieval) != Language::Zh {
             inputs.text(&format!("{FORMS_OF_EDITS} in words between spaces"), 2);
         }
+    }
+}
+
+/// Adds the model of expansion terms to the inputs of a training, in a run that has one.
+pub(crate) fn add_expansion(inputs: &mut Inputs, run: &Run, ledger: &Ledger) -> anyhow::Result<()> {
+    match ledger.expansion_digest(&run.dir) {
+        Some(_) => inputs.made_by(ledger, StageName::Convert, &run.dir.expansion()).map(drop),
+        None => Ok(()),
     }
 }
 

@@ -173,7 +173,7 @@ class Scorer(_Wrapper):
         A request is a dictionary. All keys but the first two are optional:
 
         query: id of a query of the run; or `{"query", "user_profile"?, "history_summary"?, "gold_ids"?, "columns"?,
-            "baseline"?}`, as a dictionary or as JSON text. A value of `columns` is a text, a number, true, false or a list of
+            "baseline"?, "expansion"?}`, as a dictionary or as JSON text. A value of `columns` is a text, a number, true, false or a list of
             these; None is refused, and in a table it is a missing cell.
         response: text that the policy generated.
         truncated: True if the token limit ended the response.

@@ -76,7 +76,7 @@ fn schemas() -> Value {
             "type": "object", "required": ["query"], "additionalProperties": false,
             "properties": {
                 "query": text, "user_profile": text, "history_summary": text,
-                "gold_ids": list(&text), "columns": {"type": "object"}, "baseline": text,
+                "gold_ids": list(&text), "columns": {"type": "object"}, "baseline": text, "expansion": text,
             },
         },
         "Request": {

@@ -390,6 +390,9 @@ mod tests {
         };
         let (full, mut earlier) = (of_form("full".into()), metadata.clone());
         earlier.as_object_mut().unwrap().remove("rewrite_form").unwrap();
+        let mut expanded = metadata.clone();
+        expanded["expansion"] = "鱼油 剂量".into();
+        assert_eq!(read("& 用法", &expanded).unwrap(), "鱼油 剂量 用法");
         let foreign = json!({ "original_query": "怎么吃", "source": "web", "rewrite_form": "edit" });
         for (completion, whole) in [
             ("=", "怎么吃"),

@@ -4,7 +4,7 @@ The configuration (a `querl.toml` or a run directory) is the argument `config`, 
 QUERL_CONFIG. Each process opens one `Scorer` per configuration.
 
 Each row of the engine's dataset identifies its query in the column `querl`: the id of a query of the run, or
-`{"query", "user_profile"?, "history_summary"?, "gold_ids"?, "columns"?, "baseline"?}` as JSON text.
+`{"query", "user_profile"?, "history_summary"?, "gold_ids"?, "columns"?, "baseline"?, "expansion"?}` as JSON text.
 
 A rejection is not a score. If the engine can exclude a sample from the update, the reward function does so; otherwise it
 raises `SampleRejected`.
@@ -93,7 +93,7 @@ def label_of(row: Mapping[str, Any]) -> Any:
     if not query:
         names = ", ".join(sorted(row)) or "none"
         raise QuerlError(f"the row names no query; expected a column `querl`, `original_query` or `query`; its columns: {names}")
-    context = {name: row.get(name) for name in ("user_profile", "history_summary", "gold_ids", "baseline")}
+    context = {name: row.get(name) for name in ("user_profile", "history_summary", "gold_ids", "baseline", "expansion")}
     return {"query": query, **{name: value for name, value in context.items() if value is not None}}
 
 
