@@ -10,7 +10,7 @@ const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeSco
 
 /// The systems that RL is compared with.
 const RIVALS: [(&str, &str); 3] = [("raw", "the raw queries"), ("sft", "SFT"), ("teacher", "the teacher")];
-/// Queries with additions that need no policy; the better one is compared.
+/// Queries with additions that need no policy; the one that RL is least shown to beat is compared.
 const UNTRAINED: [(&str, &str); 2] =
     [("expanded", "the queries with their expansion terms"), ("with_history", "the queries with their history")];
 
@@ -113,26 +113,36 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
         let why = "no query has gold passages, and the scores of hits, which rewards may read, count shared words";
         return vec![first, elsewhere, format!("It is not known whether RL earned its cost: {why}.")];
     }
-    let untrained = untrained(&found);
-    let here = ["raw", "sft", untrained.0].map(|rival| Outcome::of(found(rival)));
-    let there = ["raw", "sft", untrained.0].map(|rival| Outcome::of(on_second(rival)));
+    let rules = [untrained(&found), untrained(&on_second)];
+    let here = ["raw", "sft", rules[0].0].map(|rival| Outcome::of(found(rival)));
+    let there = ["raw", "sft", rules[1].0].map(|rival| Outcome::of(on_second(rival)));
     // If the queries with these additions are as good, RL must be better than those.
     let lacks_gain = |[raw, _, untrained]: [Outcome; 3]| {
         raw == Outcome::Better && matches!(untrained, Outcome::Worse | Outcome::NotShown)
     };
-    let (rival, (_, queries)) = if lacks_gain(here) || lacks_gain(there) { (2, untrained) } else { (0, RIVALS[0]) };
+    let (rival, (_, queries)) = match (lacks_gain(here), lacks_gain(there)) {
+        (true, _) => (2, rules[0]),
+        (_, true) => (2, rules[1]),
+        _ => (0, RIVALS[0]),
+    };
     let conclusion = conclusion([here[rival], here[1]], [there[rival], there[1]], queries);
     vec![first, elsewhere, conclusion]
 }
 
-/// The one of [`UNTRAINED`] that RL gains least over; on ties, and without comparisons, the first.
+/// The one of [`UNTRAINED`] that RL is least shown to beat: it loses to it, else does not differ, else gains least.
 fn untrained(found: &dyn Fn(&str) -> Option<Difference>) -> (&'static str, &'static str) {
+    let shown = |(rival, _): &(&str, &str)| {
+        let difference = found(rival);
+        let order = match Outcome::of(difference) {
+            Outcome::Worse => 0,
+            Outcome::NotShown => 1,
+            Outcome::Better => 2,
+            Outcome::Missing => 3,
+        };
+        (order, difference.map_or(0.0, |difference| difference.mean))
+    };
     let [expanded, with_history] = UNTRAINED;
-    match [expanded, with_history].map(|(rival, _)| found(rival)) {
-        [Some(over_expanded), Some(over_history)] if over_history.mean < over_expanded.mean => with_history,
-        [None, Some(_)] => with_history,
-        _ => expanded,
-    }
+    if shown(&with_history) < shown(&expanded) { with_history } else { expanded }
 }
 
 /// True if nothing in the evaluation tells right from wrong passages: tables leave out the scores of hits.
@@ -382,6 +392,22 @@ mod tests {
         // Symptom: RL was said to have earned its cost where another rule did better.
         assert_eq!(of(Better, Worse)[2], "RL did not earn its cost: the queries with their history do better.");
         assert!(of(Better, Better)[0].contains(&format!("is better than {rule} (")));
+        // A smaller gain over the other rule, which is shown, does not hide it.
+        let mut hidden = evaluation(Metric::Top1, [Better; 3], Some([Better; 3]));
+        let small = Difference { mean: 0.005, low: 0.001, high: 0.009, ..difference(Better).unwrap() };
+        hidden.pairs.insert("rl-expanded".into(), [(Metric::Top1, difference(NotShown))].into());
+        hidden.pairs.insert("rl-with_history".into(), [(Metric::Top1, Some(small))].into());
+        assert!(rl_verdict(&hidden)[2].ends_with(&format!("is not shown to be better than {rule}.")));
+        // Each retriever has its own rule.
+        let mut elsewhere = evaluation(Metric::Top1, [Better; 3], Some([Better; 3]));
+        for pair in ["rl-expanded", "rl-with_history"] {
+            elsewhere.pairs.insert(pair.into(), [(Metric::Top1, difference(Better))].into());
+        }
+        let second = elsewhere.second_retrieval.as_mut().unwrap();
+        second.pairs.insert("rl-expanded".into(), [(Metric::Top1, difference(Better))].into());
+        second.pairs.insert("rl-with_history".into(), [(Metric::Top1, difference(Worse))].into());
+        let said = rl_verdict(&elsewhere);
+        assert_eq!(said[2], "RL did not earn its cost: on another retriever the queries with their history do better.");
     }
 
     #[test]

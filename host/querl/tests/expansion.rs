@@ -63,6 +63,7 @@ fn words_of_the_titles_are_predicted_where_they_retrieve_more() {
             assert!(gold.split('-').all(|word| found.contains(&word)), "{split}: {expansion}: {row}");
         }
     }
+    assert!(convert(&project, &[]).contains("convert: finished earlier, skipped\n"));
     // SFT learns them.
     let is_expanded = |row: &Value| row["messages"].as_array().unwrap().last().unwrap()["content"] == "&";
     assert!(project.rows("run/data/train.jsonl").iter().all(is_expanded));
@@ -113,18 +114,17 @@ async fn servers_deployments_and_exports_have_the_terms_of_eval() {
     let sets = [
         "sft.max_steps=60",
         "sft.learning_rate=0.02",
-        "eval.systems=[\"raw\", \"expanded\", \"sft\"]",
+        "eval.systems=[\"raw\", \"expanded\", \"rl\"]",
+        "rl.learning_rate=1e-6",
         "data.on_leak=warn",
     ];
-    let args = ["run", "querl.toml", "--to", "sft"];
-    project.querl(&support::with_sets(&args, &sets)).ok();
-    project.querl(&support::with_sets(&["eval", "querl.toml"], &sets)).ok();
+    project.querl(&support::with_sets(&["run", "querl.toml"], &sets)).ok();
     let records = project.rows("run/eval/records.jsonl");
     let of = |system: &str| records.iter().filter(|record| record["system"] == system).cloned().collect::<Vec<_>>();
     let rewrite = |record: &Value| record["outcome"]["Ok"]["candidate"]["rewrite"].as_str().unwrap().to_owned();
-    let (expanded, sft) = (of("expanded"), of("sft"));
-    let n_equal = expanded.iter().zip(&sft).filter(|(one, other)| rewrite(one) == rewrite(other)).count();
-    assert!(n_equal > 0 && n_equal == sft.len(), "SFT has not learned `&`: {n_equal} of {}", sft.len());
+    let (expanded, trained) = (of("expanded"), of("rl"));
+    let n_equal = expanded.iter().zip(&trained).filter(|(one, other)| rewrite(one) == rewrite(other)).count();
+    assert!(n_equal > 0 && n_equal == trained.len(), "`&` was not learned: {n_equal} of {}", trained.len());
     for record in &expanded {
         assert_eq!(rewrite(record), record["query"]["expansion"].as_str().unwrap());
     }
@@ -135,7 +135,7 @@ async fn servers_deployments_and_exports_have_the_terms_of_eval() {
     for served in ["run", "deployment"] {
         let server = Server::start(&project, &["serve", "rewrite"], &[served, "--cache", "0"]);
         server.ready().await;
-        for record in &sft {
+        for record in &trained {
             let query = &record["query"];
             let request =
                 json!({"tenant": "fivedoctors", "query": query["original_query"], "history": query["history_summary"]});
@@ -154,11 +154,10 @@ async fn servers_deployments_and_exports_have_the_terms_of_eval() {
         assert_eq!(label["expansion"], row["metadata"]["expansion"], "{exported}");
     }
     // A convert with other settings after the training.
-    project.querl(&["convert", "querl.toml", "--set", "data.expansion_terms=0"]).ok();
+    project.querl(&support::with_sets(&["convert", "querl.toml"], &["data.expansion_terms=0"])).ok();
     let refused = project.querl(&["serve", "rewrite", "run", "--addr", "127.0.0.1:0"]);
     assert_eq!(refused.code, Some(2), "{refused:#?}");
-    let problem =
-        "run/data/expansion.json: is not what `sft` was trained with, since `convert` has begun again after it";
+    let problem = "run/data/expansion.json: is missing, the model of expansion terms with which `rl` was trained; put";
     assert!(refused.stderr.contains(problem), "{refused:#?}");
     damage(&project.path("deployment/tenants/fivedoctors/data/expansion.json"));
     let refused = project.querl(&["serve", "rewrite", "deployment", "--addr", "127.0.0.1:0"]);

@@ -174,7 +174,7 @@ impl ExpansionModel {
         }
         let examples = Examples::new(rows, &titles.by_gold_id, segmenter, max_rows);
         let model = |terms| Self::new(segmenter.clone(), max_terms, terms);
-        let mut whole = model(examples.fit(&examples.fitted));
+        let mut whole = model(examples.fit(&(0..examples.fitted.len()).collect::<Vec<_>>()));
         if whole.terms.is_empty() {
             return Err(NoExpansion::NoSharedWord);
         }
@@ -182,7 +182,8 @@ impl ExpansionModel {
         let mut out_of_fold = vec![String::new(); rows.len()];
         for fold in 0..N_FOLDS {
             let is_held_out = |row: &usize| examples.fold_of[*row] == fold;
-            let others: Vec<usize> = examples.fitted.iter().copied().filter(|row| !is_held_out(row)).collect();
+            let others: Vec<usize> =
+                (0..examples.fitted.len()).filter(|at| !is_held_out(&examples.fitted[*at])).collect();
             let without = model(examples.fit(&others));
             for row in (0..rows.len()).filter(is_held_out) {
                 out_of_fold[row] = without.terms(&rows[row].original_query, &rows[row].history_summary);
@@ -339,9 +340,11 @@ struct Examples {
     features: Vec<String>,
     /// Title words, each as most titles write it.
     words: Vec<String>,
+    /// Of each fitted row.
     features_of: Vec<Vec<usize>>,
-    /// Title words of the gold passages, without repetitions.
+    /// Title words of the gold passages of each fitted row, without repetitions.
     words_of: Vec<Vec<usize>>,
+    /// Of each row.
     fold_of: Vec<usize>,
     /// The rows that models are fitted on, in an order that does not depend on that of the table.
     fitted: Vec<usize>,
@@ -359,16 +362,16 @@ impl Examples {
             (max_rows..fitted.len()).find(|at| digests[fitted[*at]] != digests[fitted[at.saturating_sub(1)]]);
         fitted.truncate(n_fitted.unwrap_or(fitted.len()));
         let title_words = TitleWords::new(titles, segmenter);
-        let features: Vec<BTreeSet<String>> =
-            rows.par_iter().map(|row| features_of(segmenter, &row.original_query, &row.history_summary)).collect();
-        let words = rows.iter().map(|row| row.gold_ids.iter().flat_map(|id| title_words.of(id)).collect());
+        let of_row = |row: &usize| features_of(segmenter, &rows[*row].original_query, &rows[*row].history_summary);
+        let features: Vec<BTreeSet<String>> = fitted.par_iter().map(of_row).collect();
+        let words = fitted.iter().map(|row| rows[*row].gold_ids.iter().flat_map(|id| title_words.of(id)).collect());
         let (features, features_of) = numbered(features);
         let (words, words_of) = numbered(words.collect::<Vec<BTreeSet<String>>>());
         let words = words.iter().map(|word| title_words.form(word)).collect();
         Self { features, words, features_of, words_of, fold_of: digests.iter().map(fold_of).collect(), fitted }
     }
 
-    /// Fits a model for each title word of several of `rows`.
+    /// Fits a model for each title word of several of `rows`, which are positions in the fitted rows.
     fn fit(&self, rows: &[usize]) -> Vec<Term> {
         let rows_of_words = by_item(rows.iter().map(|row| &self.words_of[*row]), self.words.len());
         let is_modelled = |word: &usize| (MIN_ROWS_OF_TERM..rows.len()).contains(&rows_of_words[*word].len());

@@ -8,8 +8,8 @@ use anyhow::Context as _;
 use querl_core::config::{
     BaseDtype, Config, ModelConfig, PluginConfig, RewriteForm, RlConfig, is_registry_reference, load_resolved,
 };
-use querl_core::edits::{EXPAND, EditParts};
-use querl_core::fsx::digest_hex;
+use querl_core::edits::EditParts;
+use querl_core::fsx::{digest_file, digest_hex};
 use querl_core::ports::{PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Context, Message};
 use querl_core::responses::ResponseForm;
@@ -114,26 +114,30 @@ impl ServedRun {
         Ok(inputs)
     }
 
-    /// Digest of the file of the expansion model, after a comparison with the digests that `convert` and the training recorded; `None` in a
-    /// run without one.
+    /// Digest of the file of the expansion model, after a comparison with the digest that the training recorded; `None` for a model that was
+    /// trained without one.
     pub(super) fn expansion_digest(&self) -> anyhow::Result<Option<String>> {
         let (ledger, path) = (Ledger::open(&self.dir.stages())?, self.dir.expansion());
-        if self.config.data.rewrite_form != RewriteForm::Edit {
-            return Ok(None);
-        }
-        let digest = ledger.expansion_digest(&self.dir);
-        // A deployment has no inputs.
         let trained =
             ledger.entry(self.stage).map(|entry| &entry.inputs).filter(|inputs| !inputs.upstream().is_empty());
-        if trained.is_some_and(|inputs| inputs.get(EXPANSION_INPUT) != digest.as_deref()) {
-            let (path, stage) = (path.display(), self.stage);
-            let problem = format!("is not what `{stage}` was trained with, since `convert` has begun again after it");
-            return Err(Stop::usage(format!("{path}: {problem}; run `querl run CONFIG` to finish both")).into());
-        }
-        if let Some(entry) = ledger.entry(StageName::Convert).filter(|_| digest.is_some()) {
-            entry.outputs.check(ledger.root(), StageName::Convert, &path)?;
-        }
-        Ok(digest)
+        let Some(trained) = trained else {
+            // A deployment has the digests of its files, and no inputs.
+            let outputs = ledger.finished(StageName::Convert).map(|entry| &entry.outputs);
+            outputs.map_or(Ok(()), |outputs| outputs.check(ledger.root(), StageName::Convert, &path))?;
+            return Ok(ledger.expansion_digest(&self.dir));
+        };
+        let Some(recorded) = trained.get(EXPANSION_INPUT) else { return Ok(None) };
+        let problem = match digest_file(&path) {
+            Ok(digest) if digest == recorded => return Ok(Some(digest)),
+            Ok(_) => "is not the model of expansion terms with which",
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                "is missing, the model of expansion terms with which"
+            }
+            Err(error) => return Err(error).with_context(|| format!("{}: cannot be read", path.display())),
+        };
+        let (path, stage) = (path.display(), self.stage);
+        let remedy = "put the file back, or run `querl run CONFIG` to train again";
+        Err(Stop::usage(format!("{path}: {problem} `{stage}` was trained; {remedy}")).into())
     }
 
     /// The version string of the served model, on a base with weights of type `dtype`.
@@ -344,8 +348,7 @@ impl TenantModel {
     /// Parses the rewrite in a response; a response that cannot be parsed is a failure, so that the client uses the raw query.
     pub(super) fn parse(&self, query: &str, history: &str, text: &str) -> Result<String, GenerationFailure> {
         let failure = |code, message| GenerationFailure { code, message };
-        let model = self.expansion.as_ref().filter(|_| text.contains(EXPAND));
-        let expansion = model.map(|model| model.expansion(query, history));
+        let expansion = self.expansion.as_ref().map(|model| model.expansion(query, history));
         let parts = EditParts { query, history, expansion: expansion.as_deref() };
         match self.response_form.read(self.prompts.as_ref(), parts, text) {
             Ok(Ok(rewrite)) => Ok(rewrite),

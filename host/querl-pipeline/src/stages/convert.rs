@@ -84,15 +84,17 @@ impl Stage for Convert {
             }
             None => stage::remove(&run.dir.expansion()).context("data/expansion.json cannot be removed")?,
         }
-        let n_failed = targets.n_failed + expansion.n_failed;
+        let n_failed = targets.failed.union(&expansion.failed).count() as u64;
         if run.config.data.rewrite_form == RewriteForm::Edit {
             progress.line(&format!("targets {ARE_EDITS}"));
         }
-        if targets.n_failed > 0 {
-            facts.add("rows whose lookup failed", targets.n_failed);
+        if n_failed > 0 {
+            facts.add("rows whose lookup failed", n_failed);
+        }
+        if !targets.failed.is_empty() {
             progress.line(&format!(
                 "{} rows keep the teacher's rewrite because a lookup failed; run convert again",
-                targets.n_failed
+                targets.failed.len()
             ));
         }
         Ok(Done { facts, n_failed })

@@ -8,7 +8,7 @@ use querl_core::edits::{APPEND, EXPAND, EditParts, KEEP, append, expand, is_plai
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Hit, QueryRow, ValidatedRecord, retrieval_quality};
 use querl_data::{DataError, WordSegmenter};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 /// Tolerance for equal qualities.
 const TOLERANCE: f64 = 1e-9;
@@ -17,8 +17,8 @@ const TOLERANCE: f64 = 1e-9;
 #[derive(Default)]
 pub(super) struct EditTargets {
     pub by_id: HashMap<String, String>,
-    /// Number of rows whose target is the teacher's rewrite because a lookup failed.
-    pub n_failed: u64,
+    /// Ids of the rows whose target is the teacher's rewrite because a lookup failed.
+    pub failed: BTreeSet<String>,
 }
 
 /// Names of the forms of targets.
@@ -59,7 +59,7 @@ pub(super) fn edit_targets(run: &Run, records: Vec<ValidatedRecord>) -> anyhow::
     interrupt::check()?;
     let mut targets = EditTargets::default();
     for (target, has_failed, id) in chosen? {
-        targets.n_failed += u64::from(has_failed);
+        targets.failed.extend(has_failed.then(|| id.clone()));
         targets.by_id.extend(target.map(|target| (id, target)));
     }
     Ok(targets)

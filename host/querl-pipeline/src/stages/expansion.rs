@@ -9,7 +9,7 @@ use querl_core::edits::EditParts;
 use querl_core::ports::{Progress, Retriever};
 use querl_core::records::{CallFailure, QueryRow, Split, ValidatedRecord};
 use querl_data::{DataError, ExpansionForm, ExpansionModel, FittedExpansion, RowSplits, Titles, WordSegmenter};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// Number of standard errors by which the terms must raise the mean reciprocal rank.
 const N_STANDARD_ERRORS: f64 = 2.0;
@@ -25,8 +25,8 @@ const MANY_ROWS: usize = 1000;
 pub(super) struct Expansion {
     /// `None` if there are to be no terms, or if they do not retrieve more.
     pub used: Option<UsedExpansion>,
-    /// Number of rows of train whose lookup failed.
-    pub n_failed: u64,
+    /// Ids of the rows of train that are left out of the comparison because a lookup failed.
+    pub failed: BTreeSet<String>,
 }
 
 /// The model of a run, and the expansions of its queries by id.
@@ -64,22 +64,24 @@ pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn P
     };
     let compared: Vec<(&QueryRow, &str)> = fitted.iter().map(|row| (rows[*row], out_of_fold[*row].as_str())).collect();
     let ranks = ranks(run, &compared, &model)?;
-    let n_failed = (compared.len() - ranks.len()) as u64;
+    let looked_up: HashSet<&str> = ranks.iter().map(|ranks| ranks.id).collect();
+    let ids = compared.iter().map(|(row, _)| row.id.as_str());
+    let failed: BTreeSet<String> = ids.filter(|id| !looked_up.contains(id)).map(str::to_owned).collect();
     let comparison = Comparison::of(&ranks);
     progress.line(&format!("expansion terms: {comparison}"));
-    if n_failed > 0 {
-        progress
-            .line(&format!("{n_failed} rows of train are left out of it because a lookup failed; run convert again"));
+    if !failed.is_empty() {
+        let n = failed.len();
+        progress.line(&format!("{n} rows of train are left out of it because a lookup failed; run convert again"));
     }
     if !comparison.shows_gain() {
-        return Ok(Expansion { used: None, n_failed });
+        return Ok(Expansion { used: None, failed });
     }
     let model = model.with_form(comparison.best);
     let expansion = |row: &QueryRow| model.expansion(&row.original_query, &row.history_summary);
     let mut by_id: HashMap<String, String> = all.iter().map(|row| (row.id.clone(), expansion(row))).collect();
     let of_train = rows.iter().zip(&out_of_fold);
     by_id.extend(of_train.map(|(row, terms)| (row.id.clone(), text(&model, comparison.best, row, terms))));
-    Ok(Expansion { used: Some(UsedExpansion { model, by_id }), n_failed })
+    Ok(Expansion { used: Some(UsedExpansion { model, by_id }), failed })
 }
 
 fn text(model: &ExpansionModel, form: ExpansionForm, row: &QueryRow, terms: &str) -> String {
@@ -88,6 +90,7 @@ fn text(model: &ExpansionModel, form: ExpansionForm, row: &QueryRow, terms: &str
 
 /// Reciprocal ranks of the best gold passage of one row.
 struct Ranks<'a> {
+    id: &'a str,
     group: &'a str,
     with_history: f64,
     /// In the order of [`ExpansionForm::ALL`].
@@ -132,7 +135,7 @@ async fn ranks_of<'a>(
     let with_history = rank(&EditParts::from(row).expanded("")).await?;
     let [first, second, third] = expansions;
     let expanded = [rank(first).await?, rank(second).await?, rank(third).await?];
-    Ok(Ranks { group: &row.group, with_history, expanded })
+    Ok(Ranks { id: &row.id, group: &row.group, with_history, expanded })
 }
 
 /// Mean reciprocal ranks with the history, and with the expansions.
@@ -176,6 +179,7 @@ impl std::fmt::Display for Comparison {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { n_rows, with_history, expanded: [history, query, words], gain, standard_error, .. } = self;
         let result = match (self.shows_gain(), self.best) {
+            _ if self.n_groups < MIN_GROUPS => "not used, since too few lookups succeeded to compare",
             (false, _) => "not used, since a gain is not shown",
             (true, ExpansionForm::WithHistory) => "`&` is query, history and terms",
             (true, ExpansionForm::WithoutHistory) => "`&` is query and terms",
@@ -206,7 +210,7 @@ mod tests {
     fn rows(gains: &[(String, f64)]) -> Vec<Ranks<'_>> {
         gains
             .iter()
-            .map(|(group, gain)| Ranks { group, with_history: 0.25, expanded: [0.25 + gain, 0.25, 0.0] })
+            .map(|(group, gain)| Ranks { id: group, group, with_history: 0.25, expanded: [0.25 + gain, 0.25, 0.0] })
             .collect()
     }
 
@@ -230,7 +234,9 @@ mod tests {
     /// Regression: the rows of one group, which were all whose lookups succeeded, had a standard error of 0.
     #[test]
     fn few_groups_show_no_gain() {
-        assert!(!compared(&ranks(&[0.25; 3])).shows_gain());
+        let few = compared(&ranks(&[0.25; 3]));
+        assert!(!few.shows_gain());
+        assert!(few.to_string().ends_with("not used, since too few lookups succeeded to compare"), "{few}");
         assert!(!compared(&[]).shows_gain());
     }
 
