@@ -121,7 +121,9 @@ pub enum NoExpansion {
     #[error("the gold passages have no titles; add a `title` to the passages of retrieval.knowledge_base")]
     NoTitles,
     /// The rows with gold ids are of too few groups.
-    #[error("train has {0} group(s) of rows with gold ids, expected at least {MIN_GROUPS}; add queries")]
+    #[error(
+        "train has {0} group(s) of rows with gold ids, expected at least {MIN_GROUPS}; add queries about more passages, or name a column of groups in data.group_column"
+    )]
     FewGroups(usize),
     /// No word is in the titles of several rows.
     #[error(
