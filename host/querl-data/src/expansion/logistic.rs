@@ -3,6 +3,8 @@
 //! Source: Yuan, Chang, Hsieh and Lin 2010, "A comparison of optimization methods and software for large-scale L1-regularized linear
 //! classification", algorithm CDN. Unlike there, the intercept is not penalised.
 
+use querl_core::records::logistic;
+
 /// Binary features of rows, by feature.
 pub(super) struct Features {
     pub(super) n_rows: usize,
@@ -125,7 +127,7 @@ impl Descent<'_> {
         for &row in rows {
             let logit = &mut self.logits[row as usize];
             *logit += change;
-            self.probabilities[row as usize] = probability(*logit);
+            self.probabilities[row as usize] = logistic(*logit);
         }
     }
 }
@@ -133,10 +135,6 @@ impl Descent<'_> {
 /// log(1 + exp(x))
 fn softplus(x: f64) -> f64 {
     x.max(0.0) + (-x.abs()).exp().ln_1p()
-}
-
-pub(super) fn probability(logit: f64) -> f64 {
-    1.0 / (1.0 + (-logit).exp())
 }
 
 #[cfg(test)]
@@ -182,7 +180,7 @@ mod tests {
     fn without_features_the_probability_is_the_share() {
         let features = Features { n_rows: 4, rows_of: vec![vec![]] };
         let found = fit(&features, &[true, false, false, false], 1.0, 1e-9);
-        assert!((probability(found.intercept) - 0.25).abs() < 1e-6);
+        assert!((logistic(found.intercept) - 0.25).abs() < 1e-6);
         assert!(found.of_features.is_empty());
     }
 
@@ -191,6 +189,6 @@ mod tests {
         let features = Features { n_rows: 4, rows_of: vec![vec![0, 1]] };
         let found = fit(&features, &[true, true, false, false], 0.1, 1e-6);
         assert!(found.intercept.is_finite() && found.of_features[0].1.is_finite(), "{found:?}");
-        assert!(probability(found.intercept) < 0.1 && probability(found.intercept + found.of_features[0].1) > 0.9);
+        assert!(logistic(found.intercept) < 0.1 && logistic(found.intercept + found.of_features[0].1) > 0.9);
     }
 }

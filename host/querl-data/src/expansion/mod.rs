@@ -11,11 +11,11 @@ use crate::error::DataError;
 use crate::retrieval::vocabulary::OwnWords;
 use crate::retrieval::{WordSegmenter, scan_passages};
 use crate::text::fold;
-use logistic::{Features, probability};
+use logistic::Features;
 use querl_core::config::Language;
 use querl_core::edits::{joined, recent_history};
 use querl_core::fsx::write_json;
-use querl_core::records::QueryRow;
+use querl_core::records::{QueryRow, logistic};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -38,8 +38,6 @@ const MAX_ROWS: usize = 5000;
 const N_FOLDS: usize = 5;
 /// Seed of the folds, which must not be those of the splits.
 const FOLD_SEED: u64 = 0x0065_7870_616e_6400;
-/// Number of groups of rows below which no model is fitted.
-const MIN_GROUPS: usize = 20;
 /// Prefix of the features of words in the history.
 const OF_HISTORY: &str = "history:";
 
@@ -122,7 +120,8 @@ pub enum NoExpansion {
     NoTitles,
     /// The rows with gold ids are of too few groups.
     #[error(
-        "train has {0} group(s) of rows with gold ids, expected at least {MIN_GROUPS}; add queries about more passages, or name a column of groups in data.group_column"
+        "train has {0} group(s) of rows with gold ids, expected at least {min}; add queries about more passages, or name a column of groups in data.group_column",
+        min = ExpansionModel::MIN_GROUPS
     )]
     FewGroups(usize),
     /// No word is in the titles of several rows.
@@ -133,6 +132,9 @@ pub enum NoExpansion {
 }
 
 impl ExpansionModel {
+    /// Number of groups of rows below which no model is fitted, and no expansions are compared.
+    pub const MIN_GROUPS: usize = 20;
+
     fn new(segmenter: WordSegmenter, max_terms: usize, terms: Vec<Term>) -> Self {
         let mut by_feature: HashMap<String, Vec<(usize, f32)>> = HashMap::new();
         let mut intercepts = Vec::new();
@@ -171,7 +173,7 @@ impl ExpansionModel {
         match (groups.len(), titles.by_gold_id.is_empty()) {
             (0, _) => return Err(NoExpansion::NoGoldIds),
             (_, true) => return Err(NoExpansion::NoTitles),
-            (n_groups, _) if n_groups < MIN_GROUPS => return Err(NoExpansion::FewGroups(n_groups)),
+            (n_groups, _) if n_groups < Self::MIN_GROUPS => return Err(NoExpansion::FewGroups(n_groups)),
             _ => {}
         }
         let examples = Examples::new(rows, &titles.by_gold_id, segmenter, max_rows);
@@ -293,7 +295,7 @@ impl ExpansionModel {
             }
         }
         let mut found: Vec<(usize, f64)> =
-            logits.into_iter().enumerate().filter(|(_, logit)| probability(*logit) > MIN_PROBABILITY).collect();
+            logits.into_iter().enumerate().filter(|(_, logit)| logistic(*logit) > MIN_PROBABILITY).collect();
         // On ties in the order of the file.
         found.sort_by(|(_, one), (_, other)| other.total_cmp(one));
         let terms = found.iter().take(self.max_terms).map(|(term, _)| self.terms[*term].0.as_str());

@@ -14,9 +14,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 /// Number of standard errors by which the terms must raise the mean reciprocal rank.
 const N_STANDARD_ERRORS: f64 = 2.0;
 
-/// Number of groups whose lookups must succeed to compare expansions.
-const MIN_GROUPS: usize = 20;
-
 /// Number of rows from which a line is printed before the fit, which takes minutes for some thousands.
 const MANY_ROWS: usize = 1000;
 
@@ -171,7 +168,7 @@ impl Comparison {
     }
 
     fn shows_gain(&self) -> bool {
-        self.n_groups >= MIN_GROUPS && self.gain > N_STANDARD_ERRORS * self.standard_error
+        self.n_groups >= ExpansionModel::MIN_GROUPS && self.gain > N_STANDARD_ERRORS * self.standard_error
     }
 }
 
@@ -179,7 +176,7 @@ impl std::fmt::Display for Comparison {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { n_rows, with_history, expanded: [history, query, words], gain, standard_error, .. } = self;
         let result = match (self.shows_gain(), self.best) {
-            _ if self.n_groups < MIN_GROUPS => "not used, since too few lookups succeeded to compare",
+            _ if self.n_groups < ExpansionModel::MIN_GROUPS => "not used, since too few lookups succeeded to compare",
             (false, _) => "not used, since a gain is not shown",
             (true, ExpansionForm::WithHistory) => "`&` is query, history and terms",
             (true, ExpansionForm::WithoutHistory) => "`&` is query and terms",
