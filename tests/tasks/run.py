@@ -3,11 +3,12 @@
 
     tests/tasks/run.py --out runs/tasks [--tasks telecom appliances] [--seeds 42 43] [--set rl.max_steps=40]
 
-Each task: a small model is pretrained on a corpus of the knowledge base alone (`querl model corpus`, `querl model pretrain`), then `querl run`
-with the defaults for a model of that size. `queries.jsonl` contains the query table and the recorded teacher.
+Each task: a small model is pretrained on a corpus of the knowledge base alone (`querl model corpus`, `querl model pretrain`; appliances has one), then
+`querl run` with the defaults for a model of that size. `queries.jsonl` contains the query table and the recorded teacher.
 
 `NAME-semantic` is the task NAME with hybrid retrieval: BM25 and an embedding model of the knowledge base made by encoder.py, as the embedded
 index combines them. To use another embedding model, put it at OUT/NAME-semantic/encoder before.
+`NAME-blind` is the task NAME with the rewrites of a teacher that did not see the knowledge base (blind/NAME.jsonl).
 Needs only Python 3, for the semantic tasks one with torch and transformers; no network. Finished parts are not repeated.
 """
 
@@ -52,14 +53,14 @@ split = [0.6, 0.15, 0.25]
 {group}
 [teacher]
 kind = "recorded"
-path = "{task}/queries.jsonl"
+path = "{teacher}"
 
 [retrieval]
 kind = "embedded"
 knowledge_base = "{knowledge}/knowledge_base.jsonl"
 
 [model]
-path = "../{base}/model"
+path = "{model}"
 
 [plugins]
 prompt = {{ path = "{root}/plugins/prompt-rewrite", settings = {{ language = "{language}", domain = "{domain}" }} }}
@@ -75,21 +76,32 @@ path = "encoder"
 
 def prepare(name, out, querl):
     """Writes the configuration of a task, and makes the models that it names if they do not exist."""
-    queries = name.removesuffix("-semantic")
+    queries = name.removesuffix("-semantic").removesuffix("-blind")
     base = KNOWLEDGE_BASES.get(queries, queries)
     folder, small = out / name, out / base
     for path in (folder, small):
         path.mkdir(parents=True, exist_ok=True)
     task, knowledge = (ROOT / "examples/appliances" if part == "appliances" else HERE / part for part in (queries, base))
+    model = (knowledge if base == "appliances" else small) / "model"
+    teacher = HERE / "blind" / f"{queries}.jsonl" if name.endswith("-blind") else task / "queries.jsonl"
     group = 'group_column = "group"\n' if base != queries else ""
     config = CONFIG.format(
-        name=name, base=base, task=task, knowledge=knowledge, group=group, root=ROOT, language=LANGUAGES[queries], domain=DOMAINS[queries]
+        name=name,
+        model=model,
+        task=task,
+        teacher=teacher,
+        knowledge=knowledge,
+        group=group,
+        root=ROOT,
+        language=LANGUAGES[queries],
+        domain=DOMAINS[queries],
     )
-    (folder / "querl.toml").write_text(config if name == queries else config + SEMANTIC)
-    if name != queries and not (folder / "encoder/model.safetensors").exists():
+    is_semantic = name.endswith("-semantic")
+    (folder / "querl.toml").write_text(config + SEMANTIC if is_semantic else config)
+    if is_semantic and not (folder / "encoder/model.safetensors").exists():
         call(sys.executable, HERE / "encoder.py", knowledge / "knowledge_base.jsonl", folder / "encoder")
-    if not (small / "model/model.safetensors").exists():
-        files = ["--out", small / "corpus.jsonl", "--pretrain", small / "pretrain.toml", "--out_model", small / "model"]
+    if not (model / "model.safetensors").exists():
+        files = ["--out", small / "corpus.jsonl", "--pretrain", small / "pretrain.toml", "--out_model", model]
         call(querl, "model", "corpus", folder / "querl.toml", *files)
         call(querl, "model", "pretrain", small / "pretrain.toml")
     return folder
@@ -103,7 +115,9 @@ def call(*command):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tasks", nargs="+", default=list(LANGUAGES), choices=[*LANGUAGES, *(f"{name}-semantic" for name in LANGUAGES)])
+    blind = [f"{path.stem}-blind" for path in sorted((HERE / "blind").glob("*.jsonl"))]
+    choices = [*LANGUAGES, *blind, *(f"{name}-semantic" for name in LANGUAGES)]
+    parser.add_argument("--tasks", nargs="+", default=list(LANGUAGES), choices=choices)
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--label", default="run", help="name of the run directories, for runs with other --set")

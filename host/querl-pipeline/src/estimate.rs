@@ -196,10 +196,10 @@ impl Estimator<'_> {
                     let ahead = if rewrites == PlannedWork::StartsOver { rewrites } else { ahead };
                     steps.extend(self.validate(ahead)?);
                 }
-                // One to four retrieval calls per row (`stages/edit_targets.rs`), and up to four per row of train (`stages/expansion.rs`).
+                // One to four retrieval calls per row (`stages/edit_targets.rs`), and up to three per row of train (`stages/expansion.rs`).
                 StageName::Convert if config.data.rewrite_form == RewriteForm::Edit => {
                     let has_terms = config.data.expansion_terms > 0 && config.retrieval.knowledge_base.is_some();
-                    let n_of_terms = if has_terms { 4.0 * config.data.split[0] } else { 0.0 };
+                    let n_of_terms = if has_terms { 3.0 * config.data.split[0] } else { 0.0 };
                     let n = Range { low: self.n_rows, high: (4.0 + n_of_terms) * self.n_rows };
                     steps.extend(self.retrieval_steps(stage, n)?);
                 }

@@ -22,13 +22,15 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
 
 /// Version of the file format.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 /// C of scikit-learn: the inverse of the weight of the L1 penalty.
 const C: f64 = 30.0;
 /// Largest distance of a partial derivative from that of a minimum, in units of the penalty's weight.
 const TOLERANCE: f64 = 0.3;
 /// Probability from which a word is an expansion term.
-const MIN_PROBABILITY: f64 = 0.2;
+const MIN_PROBABILITY: f64 = 0.1;
+/// Probability from which a term is written twice, so that retrieval gives it twice the weight.
+const MIN_PROBABILITY_OF_TWO: f64 = 0.5;
 /// Number of rows whose gold passages must have a word in their titles.
 const MIN_ROWS_OF_TERM: usize = 3;
 /// Maximum number of words that are predicted: the most frequent ones.
@@ -47,7 +49,6 @@ pub struct ExpansionModel {
     segmenter: WordSegmenter,
     max_terms: usize,
     form: ExpansionForm,
-    title_words: BTreeSet<String>,
     /// Terms with their intercepts.
     terms: Vec<(String, f32)>,
     /// Positions of terms with their weights, by feature.
@@ -63,8 +64,6 @@ struct ExpansionFile {
     dictionary: OwnWords,
     max_terms: usize,
     form: ExpansionForm,
-    /// Words of all titles, with the form `title_words`; otherwise empty.
-    title_words: BTreeSet<String>,
     terms: Vec<Term>,
 }
 
@@ -86,17 +85,20 @@ pub enum ExpansionForm {
     WithHistory,
     /// The query and expansion terms.
     WithoutHistory,
-    /// The words of query and history that titles have, and expansion terms. With fewer than two terms as [`Self::WithHistory`].
-    TitleWords,
 }
 
 impl ExpansionForm {
     /// All forms.
-    pub const ALL: [Self; 3] = [Self::WithHistory, Self::WithoutHistory, Self::TitleWords];
-}
+    pub const ALL: [Self; 2] = [Self::WithHistory, Self::WithoutHistory];
 
-/// Number of terms from which the words that no title has are left out, with [`ExpansionForm::TitleWords`].
-const MIN_TERMS_OF_TITLE_WORDS: usize = 2;
+    /// The expansion with these terms.
+    pub fn text(self, query: &str, history: &str, terms: &str) -> String {
+        match self {
+            Self::WithHistory => joined(&[query, &recent_history(history), terms]),
+            Self::WithoutHistory => joined(&[query, terms]),
+        }
+    }
+}
 
 /// A model, and expansion terms of the rows of train.
 #[derive(Debug)]
@@ -144,17 +146,16 @@ impl ExpansionModel {
                 by_feature.entry(feature).or_default().push((position, weight));
             }
         }
-        let (form, title_words) = (ExpansionForm::WithHistory, BTreeSet::new());
-        Self { segmenter, max_terms, form, title_words, terms: intercepts, by_feature }
+        Self { segmenter, max_terms, form: ExpansionForm::WithHistory, terms: intercepts, by_feature }
     }
 
-    /// Fits a model on the rows of train that have gold ids.
+    /// Fits a model on the rows of train that have gold ids; `titles` are those of their passages by id.
     ///
     /// # Errors
     /// Too few rows have gold passages with titles in common.
     pub fn fit(
         rows: &[&QueryRow],
-        titles: &Titles,
+        titles: &HashMap<String, String>,
         segmenter: &WordSegmenter,
         max_terms: usize,
     ) -> Result<FittedExpansion, NoExpansion> {
@@ -164,25 +165,24 @@ impl ExpansionModel {
     fn fit_at_most(
         max_rows: usize,
         rows: &[&QueryRow],
-        titles: &Titles,
+        titles: &HashMap<String, String>,
         segmenter: &WordSegmenter,
         max_terms: usize,
     ) -> Result<FittedExpansion, NoExpansion> {
         let groups: HashSet<&str> =
             rows.iter().filter(|row| !row.gold_ids.is_empty()).map(|row| row.group.as_str()).collect();
-        match (groups.len(), titles.by_gold_id.is_empty()) {
+        match (groups.len(), titles.is_empty()) {
             (0, _) => return Err(NoExpansion::NoGoldIds),
             (_, true) => return Err(NoExpansion::NoTitles),
             (n_groups, _) if n_groups < Self::MIN_GROUPS => return Err(NoExpansion::FewGroups(n_groups)),
             _ => {}
         }
-        let examples = Examples::new(rows, &titles.by_gold_id, segmenter, max_rows);
+        let examples = Examples::new(rows, titles, segmenter, max_rows);
         let model = |terms| Self::new(segmenter.clone(), max_terms, terms);
-        let mut whole = model(examples.fit(&(0..examples.fitted.len()).collect::<Vec<_>>()));
+        let whole = model(examples.fit(&(0..examples.fitted.len()).collect::<Vec<_>>()));
         if whole.terms.is_empty() {
             return Err(NoExpansion::NoSharedWord);
         }
-        whole.title_words.clone_from(&titles.words);
         let mut out_of_fold = vec![String::new(); rows.len()];
         for fold in 0..N_FOLDS {
             let is_held_out = |row: &usize| examples.fold_of[*row] == fold;
@@ -210,8 +210,7 @@ impl ExpansionModel {
             return Err(DataError::file(path, problem));
         }
         let segmenter = WordSegmenter::of(file.language, file.dictionary);
-        let model = Self::new(segmenter, file.max_terms, file.terms);
-        Ok(Self { form: file.form, title_words: file.title_words, ..model })
+        Ok(Self::new(segmenter, file.max_terms, file.terms).with_form(file.form))
     }
 
     /// Writes the model to a file.
@@ -240,45 +239,19 @@ impl ExpansionModel {
             dictionary: self.segmenter.own_words().clone(),
             max_terms: self.max_terms,
             form: self.form,
-            title_words: self.title_words.clone(),
             terms,
         }
     }
 
     /// The model with expansions of another form.
     #[must_use]
-    pub fn with_form(mut self, form: ExpansionForm) -> Self {
-        self.form = form;
-        if form != ExpansionForm::TitleWords {
-            self.title_words.clear();
-        }
-        self
+    pub fn with_form(self, form: ExpansionForm) -> Self {
+        Self { form, ..self }
     }
 
     /// The expansion of a query: what `&` stands for.
     pub fn expansion(&self, query: &str, history: &str) -> String {
-        self.text(self.form, query, history, &self.terms(query, history))
-    }
-
-    /// The expansion with these terms, in another form.
-    pub fn text(&self, form: ExpansionForm, query: &str, history: &str, terms: &str) -> String {
-        let history = recent_history(history);
-        match form {
-            ExpansionForm::WithoutHistory => joined(&[query, terms]),
-            ExpansionForm::TitleWords if terms.split_whitespace().count() >= MIN_TERMS_OF_TITLE_WORDS => {
-                joined(&[&self.words_of_titles(query), &self.words_of_titles(&history), terms])
-            }
-            _ => joined(&[query, &history, terms]),
-        }
-    }
-
-    /// The words of a text that titles have, as the text writes them.
-    fn words_of_titles(&self, text: &str) -> String {
-        let is_known = |piece: &&str| {
-            let words = self.segmenter.words(&fold(piece));
-            !words.is_empty() && words.iter().all(|word| self.title_words.contains(word))
-        };
-        self.segmenter.pieces(text).into_iter().filter(is_known).collect::<Vec<_>>().join(" ")
+        self.form.text(query, history, &self.terms(query, history))
     }
 
     /// Number of words that are predicted.
@@ -286,7 +259,7 @@ impl ExpansionModel {
         self.terms.len()
     }
 
-    /// Expansion terms of a query and its history, most probable first, separated by spaces.
+    /// Expansion terms of a query and its history, most probable first, separated by spaces; then once more those that are more probable than not.
     pub fn terms(&self, query: &str, history: &str) -> String {
         let mut logits: Vec<f64> = self.terms.iter().map(|(_, intercept)| f64::from(*intercept)).collect();
         for feature in features_of(&self.segmenter, query, history) {
@@ -294,39 +267,30 @@ impl ExpansionModel {
                 logits[*term] += f64::from(*weight);
             }
         }
+        let probabilities = logits.into_iter().map(logistic).enumerate();
         let mut found: Vec<(usize, f64)> =
-            logits.into_iter().enumerate().filter(|(_, logit)| logistic(*logit) > MIN_PROBABILITY).collect();
+            probabilities.filter(|(_, probability)| *probability > MIN_PROBABILITY).collect();
         // On ties in the order of the file.
         found.sort_by(|(_, one), (_, other)| other.total_cmp(one));
-        let terms = found.iter().take(self.max_terms).map(|(term, _)| self.terms[*term].0.as_str());
+        found.truncate(self.max_terms);
+        let n_twice = found.iter().filter(|(_, probability)| *probability > MIN_PROBABILITY_OF_TWO).count();
+        let terms = found.iter().chain(&found[..n_twice]).map(|(term, _)| self.terms[*term].0.as_str());
         terms.collect::<Vec<_>>().join(" ")
     }
 }
 
-/// Titles of a knowledge base.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Titles {
-    /// Titles of gold passages by id, other than empty ones.
-    pub by_gold_id: HashMap<String, String>,
-    /// Words of all titles.
-    pub words: BTreeSet<String>,
-}
-
-impl Titles {
-    /// Reads the titles of a knowledge base with these gold ids.
-    ///
-    /// # Errors
-    /// As [`read_passages`](crate::read_passages).
-    pub fn read(knowledge_base: &Path, gold_ids: &HashSet<&str>, segmenter: &WordSegmenter) -> Result<Self, DataError> {
-        let mut titles = Self::default();
-        scan_passages(knowledge_base, |passage| {
-            titles.words.extend(segmenter.words(&fold(&passage.title)));
-            if gold_ids.contains(passage.id.as_str()) && !passage.title.trim().is_empty() {
-                titles.by_gold_id.insert(passage.id, passage.title);
-            }
-        })?;
-        Ok(titles)
-    }
+/// Reads the titles of gold passages by id, other than empty ones.
+///
+/// # Errors
+/// As [`read_passages`](crate::read_passages).
+pub fn read_titles(knowledge_base: &Path, gold_ids: &HashSet<&str>) -> Result<HashMap<String, String>, DataError> {
+    let mut titles = HashMap::new();
+    scan_passages(knowledge_base, |passage| {
+        if gold_ids.contains(passage.id.as_str()) && !passage.title.trim().is_empty() {
+            titles.insert(passage.id, passage.title);
+        }
+    })?;
+    Ok(titles)
 }
 
 /// Distinct features, in alphabetical order.
@@ -473,20 +437,18 @@ mod tests {
         (0..48).map(row).collect()
     }
 
-    fn titles_with(segmenter: &WordSegmenter, titles: &[(&str, &str)]) -> Titles {
-        let by_gold_id = titles.iter().map(|(id, title)| ((*id).to_owned(), (*title).to_owned())).collect();
-        Titles { by_gold_id, words: titles.iter().flat_map(|(_, title)| segmenter.words(title)).collect() }
+    fn titles_of(titles: &[(&str, &str)]) -> HashMap<String, String> {
+        titles.iter().map(|(id, title)| ((*id).to_owned(), (*title).to_owned())).collect()
     }
 
-    fn titles() -> Titles {
-        let titles = [
+    fn titles() -> HashMap<String, String> {
+        titles_of(&[
             ("saltpass-refund", "Saltpass: Refunds"),
             ("samphire-refund", "Samphire refunds"),
             ("saltpass-timetable", "Saltpass timetable"),
             ("samphire-timetable", "Timetable of Samphire"),
             ("pier", "Piers"),
-        ];
-        titles_with(&english(), &titles)
+        ])
     }
 
     fn english() -> WordSegmenter {
@@ -506,10 +468,14 @@ mod tests {
     #[test]
     fn words_of_the_users_predict_words_of_the_titles() {
         let model = fitted(&rows(), 10).unwrap().model;
-        assert_eq!(sorted(&model.terms("money back!", "bought a commuter pass")), ["refunds", "saltpass"]);
+        let terms = model.terms("money back!", "bought a commuter pass");
+        assert_eq!(sorted(&terms), ["refunds", "refunds", "saltpass", "saltpass"], "twice, since both are probable");
         let terms = model.terms("Which PIERS?", "bought a cabin");
         assert!(terms.contains("samphire") && terms.contains("timetable") && !terms.contains("refunds"), "{terms}");
-        assert_eq!(fitted(&rows(), 1).unwrap().model.terms("money back", "a commuter pass").split(' ').count(), 1);
+        let words = |terms: &str| terms.split(' ').map(str::to_owned).collect::<HashSet<_>>();
+        assert_eq!(words(&fitted(&rows(), 1).unwrap().model.terms("money back", "a commuter pass")).len(), 1);
+        let unsure = model.terms("money back", "");
+        assert_eq!(sorted(&unsure), ["refunds", "refunds", "saltpass", "saltpass", "samphire"]);
     }
 
     #[test]
@@ -520,10 +486,7 @@ mod tests {
         let of = |form| model.clone().with_form(form).expansion(query, history);
         assert_eq!(of(ExpansionForm::WithHistory), format!("{query} bought a cabin {terms}"));
         assert_eq!(of(ExpansionForm::WithoutHistory), format!("{query} {terms}"));
-        assert_eq!(of(ExpansionForm::TitleWords), format!("pier {terms}"));
-        let text = model.text(ExpansionForm::TitleWords, query, history, "refunds");
-        assert_eq!(text, format!("{query} bought a cabin refunds"), "one term says too little");
-        assert_eq!(model.text(ExpansionForm::WithoutHistory, query, "", ""), query);
+        assert_eq!(ExpansionForm::WithHistory.text(query, "", ""), query);
     }
 
     #[test]
@@ -539,7 +502,7 @@ mod tests {
         assert_eq!(fitted.len(), 54);
         assert!(model.terms("zebra", "").contains("piers"));
         assert!(out_of_fold[48..].iter().all(|terms| !terms.contains("piers")), "{:?}", &out_of_fold[48..]);
-        assert_eq!(sorted(&out_of_fold[0]), ["refunds", "saltpass"]);
+        assert_eq!(sorted(&out_of_fold[0]), ["refunds", "refunds", "saltpass", "saltpass"]);
     }
 
     #[test]
@@ -562,18 +525,15 @@ mod tests {
                 row(number, if number % 2 == 0 { "航线卡怎么退" } else { "几点开船" }, "", ["pass", "time"][number % 2])
             })
             .collect();
-        let titles = titles_with(&chinese, &[("pass", "航线卡退款"), ("time", "开船时间")]);
+        let titles = titles_of(&[("pass", "航线卡退款"), ("time", "开船时间")]);
         let model = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &titles, &chinese, 10).unwrap().model;
-        let model = model.with_form(ExpansionForm::TitleWords);
+        let model = model.with_form(ExpansionForm::WithoutHistory);
         model.write(&path).unwrap();
         let read = ExpansionModel::read(&path).unwrap();
         assert_eq!(read.file(), model.file());
         let terms = model.terms("航线卡", "");
         assert!(terms.contains("航线卡") && terms.contains("退款"), "{terms}");
         assert_eq!(read.expansion("我的航线卡", ""), model.expansion("我的航线卡", ""));
-        assert!(read.expansion("我的航线卡", "").starts_with("航线卡 "), "{}", read.expansion("我的航线卡", ""));
-        model.with_form(ExpansionForm::WithHistory).write(&path).unwrap();
-        assert!(ExpansionModel::read(&path).unwrap().title_words.is_empty());
     }
 
     #[test]
@@ -585,7 +545,7 @@ mod tests {
             let error = ExpansionModel::read(&path).unwrap_err().to_string();
             assert!(error.contains(problem) && error.contains("--from convert"), "{error}");
         }
-        let text = r#"{"format":9,"language":"en","dictionary":[],"max_terms":1,"form":"title_words","title_words":[],"terms":[]}"#;
+        let text = r#"{"format":9,"language":"en","dictionary":[],"max_terms":1,"form":"with_history","terms":[]}"#;
         std::fs::write(&path, text).unwrap();
         assert!(ExpansionModel::read(&path).unwrap_err().to_string().contains("has format 9"));
     }
@@ -600,7 +560,7 @@ mod tests {
         unknown.iter_mut().for_each(|row| row.gold_ids.clear());
         assert_eq!(without(&unknown), NoExpansion::NoGoldIds);
         let rows = rows();
-        let untitled = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &Titles::default(), &english(), 10);
+        let untitled = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &HashMap::new(), &english(), 10);
         assert_eq!(untitled.unwrap_err(), NoExpansion::NoTitles);
     }
 
@@ -620,15 +580,13 @@ mod tests {
     }
 
     #[test]
-    fn titles_are_those_of_gold_passages_and_their_words_those_of_all() {
+    fn titles_are_those_of_gold_passages() {
         let (_folder, path) = crate::scratch_file("kb.jsonl");
         let lines = r#"{"id": "a", "title": "Refunds", "text": "x"}
 {"id": "b", "text": "y"}
 {"id": "c", "title": "Piers", "text": "z"}
 "#;
         std::fs::write(&path, lines).unwrap();
-        let titles = Titles::read(&path, &["a", "b"].into(), &english()).unwrap();
-        assert_eq!(titles.by_gold_id, [("a".to_owned(), "Refunds".to_owned())].into());
-        assert_eq!(titles.words, ["pier".to_owned(), "refund".to_owned()].into());
+        assert_eq!(read_titles(&path, &["a", "b"].into()).unwrap(), titles_of(&[("a", "Refunds")]));
     }
 }

@@ -397,23 +397,18 @@ impl Synonyms {
         self
     }
 
-    /// The words of a query as query parts: single words and synonym groups, each once.
+    /// The words of a query as query parts, in order: single words and synonym groups.
     pub(crate) fn parts<'a>(&'a self, words: &'a [String]) -> Vec<QueryPart<'a>> {
         let (mut parts, mut rest) = (Vec::new(), words);
-        let (mut seen_words, mut seen_groups) = (HashSet::new(), HashSet::new());
         while let [first, others @ ..] = rest {
             let mut entries = self.segmented.by_first.get(first).into_iter().flatten();
             match entries.find(|(words, _)| rest.starts_with(words)) {
                 Some((words, group)) => {
-                    if seen_groups.insert(*group) {
-                        parts.push(QueryPart::Group(&self.segmented.groups[*group]));
-                    }
+                    parts.push(QueryPart::Group(&self.segmented.groups[*group]));
                     rest = &rest[words.len()..];
                 }
                 None => {
-                    if seen_words.insert(first) {
-                        parts.push(QueryPart::Word(first));
-                    }
+                    parts.push(QueryPart::Word(first));
                     rest = others;
                 }
             }
@@ -560,7 +555,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_matches_its_group_and_a_group_counts_once() {
+    fn an_entry_matches_its_group_and_repetitions_count() {
         let synonyms = read_synonyms("\u{feff}多少钱， 价格,ＰＲＩＣＥ\n# others\n\n维生素c,vitamin c\n").unwrap();
         assert_eq!(synonyms.entries().count(), 5);
         let segmenter = Segmenter::with_words(None, synonyms.entries()).unwrap();
@@ -574,6 +569,8 @@ mod tests {
             QueryPart::Word("鱼油"),
             QueryPart::Group(&prices),
             QueryPart::Group(&vitamins),
+            QueryPart::Group(&prices),
+            QueryPart::Word("鱼油"),
             QueryPart::Word("vitamin"),
             QueryPart::Word("e"),
         ];

@@ -8,7 +8,7 @@ use futures::{StreamExt, TryStreamExt};
 use querl_core::edits::EditParts;
 use querl_core::ports::{Progress, Retriever};
 use querl_core::records::{CallFailure, QueryRow, Split, ValidatedRecord};
-use querl_data::{DataError, ExpansionForm, ExpansionModel, FittedExpansion, RowSplits, Titles, WordSegmenter};
+use querl_data::{DataError, ExpansionForm, ExpansionModel, FittedExpansion, RowSplits, WordSegmenter, read_titles};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// Number of standard errors by which the terms must raise the mean reciprocal rank.
@@ -47,7 +47,7 @@ pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn P
     let rows: Vec<&QueryRow> = all.iter().copied().filter(|row| splits.split_of(row) == Some(Split::Train)).collect();
     let gold_ids: HashSet<&str> = rows.iter().flat_map(|row| &row.gold_ids).map(String::as_str).collect();
     let segmenter = WordSegmenter::open(&config.retrieval)?;
-    let titles = Titles::read(knowledge_base, &gold_ids, &segmenter)?;
+    let titles = read_titles(knowledge_base, &gold_ids)?;
     if rows.len() >= MANY_ROWS {
         progress.line(&format!("fitting expansion terms on {} rows of train", rows.len()));
     }
@@ -60,7 +60,7 @@ pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn P
         }
     };
     let compared: Vec<(&QueryRow, &str)> = fitted.iter().map(|row| (rows[*row], out_of_fold[*row].as_str())).collect();
-    let ranks = ranks(run, &compared, &model)?;
+    let ranks = ranks(run, &compared)?;
     let looked_up: HashSet<&str> = ranks.iter().map(|ranks| ranks.id).collect();
     let ids = compared.iter().map(|(row, _)| row.id.as_str());
     let failed: BTreeSet<String> = ids.filter(|id| !looked_up.contains(id)).map(str::to_owned).collect();
@@ -77,12 +77,12 @@ pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn P
     let expansion = |row: &QueryRow| model.expansion(&row.original_query, &row.history_summary);
     let mut by_id: HashMap<String, String> = all.iter().map(|row| (row.id.clone(), expansion(row))).collect();
     let of_train = rows.iter().zip(&out_of_fold);
-    by_id.extend(of_train.map(|(row, terms)| (row.id.clone(), text(&model, comparison.best, row, terms))));
+    by_id.extend(of_train.map(|(row, terms)| (row.id.clone(), text(comparison.best, row, terms))));
     Ok(Expansion { used: Some(UsedExpansion { model, by_id }), failed })
 }
 
-fn text(model: &ExpansionModel, form: ExpansionForm, row: &QueryRow, terms: &str) -> String {
-    model.text(form, &row.original_query, &row.history_summary, terms)
+fn text(form: ExpansionForm, row: &QueryRow, terms: &str) -> String {
+    form.text(&row.original_query, &row.history_summary, terms)
 }
 
 /// Reciprocal ranks of the best gold passage of one row.
@@ -91,15 +91,15 @@ struct Ranks<'a> {
     group: &'a str,
     with_history: f64,
     /// In the order of [`ExpansionForm::ALL`].
-    expanded: [f64; 3],
+    expanded: [f64; 2],
 }
 
 /// Looks up each row with its history, and its expansion in each form, with these terms. Rows whose lookups fail are left out.
-fn ranks<'a>(run: &Run, rows: &[(&'a QueryRow, &str)], model: &ExpansionModel) -> anyhow::Result<Vec<Ranks<'a>>> {
+fn ranks<'a>(run: &Run, rows: &[(&'a QueryRow, &str)]) -> anyhow::Result<Vec<Ranks<'a>>> {
     let retriever = run.retriever_until(interrupt::flag())?;
     let rank = |(row, terms): &(&'a QueryRow, &str)| {
         let (row, retriever) = (*row, retriever.as_ref());
-        let expansions = ExpansionForm::ALL.map(|form| text(model, form, row, terms));
+        let expansions = ExpansionForm::ALL.map(|form| text(form, row, terms));
         async move {
             match ranks_of(row, &expansions, retriever).await {
                 Err(failure) if failure.kind.is_fatal() => Err(DataError::Service(failure)),
@@ -117,7 +117,7 @@ fn ranks<'a>(run: &Run, rows: &[(&'a QueryRow, &str)], model: &ExpansionModel) -
 
 async fn ranks_of<'a>(
     row: &'a QueryRow,
-    expansions: &[String; 3],
+    expansions: &[String; 2],
     retriever: &dyn Retriever,
 ) -> Result<Ranks<'a>, CallFailure> {
     let mut known: Vec<(String, f64)> = Vec::new();
@@ -130,8 +130,8 @@ async fn ranks_of<'a>(
         Ok(rank)
     };
     let with_history = rank(&EditParts::from(row).expanded("")).await?;
-    let [first, second, third] = expansions;
-    let expanded = [rank(first).await?, rank(second).await?, rank(third).await?];
+    let [first, second] = expansions;
+    let expanded = [rank(first).await?, rank(second).await?];
     Ok(Ranks { id: &row.id, group: &row.group, with_history, expanded })
 }
 
@@ -141,7 +141,7 @@ struct Comparison {
     n_groups: usize,
     with_history: f64,
     /// In the order of [`ExpansionForm::ALL`].
-    expanded: [f64; 3],
+    expanded: [f64; 2],
     best: ExpansionForm,
     /// Gain of the best expansion over the history.
     gain: f64,
@@ -154,9 +154,9 @@ impl Comparison {
         let (n_rows, n) = (ranks.len(), ranks.len().max(1) as f64);
         let mean = |of: &dyn Fn(&Ranks<'_>) -> f64| ranks.iter().map(of).sum::<f64>() / n;
         let with_history = mean(&|row| row.with_history);
-        let expanded = [0, 1, 2].map(|form| mean(&|row| row.expanded[form]));
+        let expanded = [0, 1].map(|form| mean(&|row| row.expanded[form]));
         // On ties the first form.
-        let best = (1..expanded.len()).fold(0, |best, form| if expanded[form] > expanded[best] { form } else { best });
+        let best = usize::from(expanded[1] > expanded[0]);
         let gain = expanded[best] - with_history;
         let mut by_group: BTreeMap<&str, f64> = BTreeMap::new();
         for row in ranks {
@@ -174,18 +174,17 @@ impl Comparison {
 
 impl std::fmt::Display for Comparison {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { n_rows, with_history, expanded: [history, query, words], gain, standard_error, .. } = self;
+        let Self { n_rows, with_history, expanded: [history, query], gain, standard_error, .. } = self;
         let result = match (self.shows_gain(), self.best) {
             _ if self.n_groups < ExpansionModel::MIN_GROUPS => "not used, since too few lookups succeeded to compare",
             (false, _) => "not used, since a gain is not shown",
             (true, ExpansionForm::WithHistory) => "`&` is query, history and terms",
             (true, ExpansionForm::WithoutHistory) => "`&` is query and terms",
-            (true, ExpansionForm::TitleWords) => "`&` is the title words of query and history, and terms",
         };
         write!(
             f,
             "MRR of {n_rows} rows of train {with_history:.3} with query and history; with out-of-fold terms too {history:.3}, without history \
-             {query:.3}, with the title words of both alone {words:.3} (best gain {gain:+.3}, standard error {standard_error:.3}): {result}"
+             {query:.3} (best gain {gain:+.3}, standard error {standard_error:.3}): {result}"
         )
     }
 }
@@ -207,7 +206,7 @@ mod tests {
     fn rows(gains: &[(String, f64)]) -> Vec<Ranks<'_>> {
         gains
             .iter()
-            .map(|(group, gain)| Ranks { id: group, group, with_history: 0.25, expanded: [0.25 + gain, 0.25, 0.0] })
+            .map(|(group, gain)| Ranks { id: group, group, with_history: 0.25, expanded: [0.25 + gain, 0.25] })
             .collect()
     }
 
@@ -223,8 +222,8 @@ mod tests {
         let repeated: Vec<_> = mixed.iter().flat_map(|row| vec![row.clone(); 4]).collect();
         assert!((compared(&repeated).standard_error - comparison.standard_error).abs() < 1e-12);
         let weak = compared(&ranks(&[0.5, -0.5, 0.5, -0.25]));
-        let text = "MRR of 20 rows of train 0.250 with query and history; with out-of-fold terms too 0.312, without history 0.250, with the title \
-                    words of both alone 0.000 (best gain +0.062, standard error 0.100): not used, since a gain is not shown";
+        let text = "MRR of 20 rows of train 0.250 with query and history; with out-of-fold terms too 0.312, without history 0.250 (best gain \
+                    +0.062, standard error 0.100): not used, since a gain is not shown";
         assert_eq!(weak.to_string(), text);
     }
 
@@ -243,12 +242,9 @@ mod tests {
         let mut rows = rows(&gains);
         rows.iter_mut().for_each(|row| row.expanded[1] = 0.5);
         assert_eq!(Comparison::of(&rows).best, ExpansionForm::WithHistory, "the first of equal ones");
-        rows.iter_mut().for_each(|row| row.expanded[2] = 0.75);
+        rows.iter_mut().for_each(|row| row.expanded[1] = 0.75);
         let comparison = Comparison::of(&rows);
-        assert_eq!((comparison.best, comparison.gain), (ExpansionForm::TitleWords, 0.5));
-        assert!(
-            comparison.to_string().ends_with("`&` is the title words of query and history, and terms"),
-            "{comparison}"
-        );
+        assert_eq!((comparison.best, comparison.gain), (ExpansionForm::WithoutHistory, 0.5));
+        assert!(comparison.to_string().ends_with("`&` is query and terms"), "{comparison}");
     }
 }

@@ -90,8 +90,8 @@ impl PassageIndex {
         Ok(Self { reader, fields, segmenter, synonyms, vectors, _folder: folder })
     }
 
-    /// (Position, BM25 score) of the `n_passages` best passages for a text. Each word counts once; of a word and its synonyms only the
-    /// best-scoring one counts.
+    /// (Position, BM25 score) of the `n_passages` best passages for a text. A word counts as often as the text has it, as in Lucene; of a word and
+    /// its synonyms only the best-scoring one counts.
     pub(crate) fn candidates(&self, text: &str, n_passages: usize) -> tantivy::Result<Vec<(usize, f64)>> {
         let words = self.segmenter.tokens(&fold(text));
         if words.is_empty() {
@@ -328,11 +328,11 @@ fn dot(row: &[u8], vector: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + rest
 }
 
-/// Version of the embedded index, incremented when texts are indexed in another way. Ranks then change, so it is an input of the stages
+/// Version of the embedded index, incremented when texts are indexed or looked up in another way. Ranks then change, so it is an input of the stages
 /// that depend on hits.
-pub const INDEX_VERSION: u32 = 6;
+pub const INDEX_VERSION: u32 = 7;
 /// Version of the index format with the libraries that build and read it; another library release leads to another index.
-pub(super) const FORM: &str = "querl index 6; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, hanconv 0.5.1, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
+pub(super) const FORM: &str = "querl index 7; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, hanconv 0.5.1, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
 /// Libraries that compute the vectors of an index.
 pub(super) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
 
