@@ -6,8 +6,8 @@
 
 All variants of a task and a seed start from one SFT run, except those with other data or another SFT, whose reward before RL is printed too.
 The test split is not read. Differences are paired by seed, with a 95 % interval of Student's t over the seeds. With this many variants, one or
-two `*` are expected by chance. Tasks are those of run.py (a base that exists in OUT/TASK/model is not made again) and `fivedoctors`, the example
-with its other settings. Finished runs are not repeated. Needs the program and cargo, which builds the plugins; no network.
+two `*` are expected by chance. Tasks are those of run.py (a base that exists in OUT/TASK/model is not made again; `appliances` has its own) and
+`fivedoctors`, the example with its other settings. Finished runs are not repeated. Needs the program and cargo, which builds the plugins; no network.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def prepare(name, out, querl):
     (folder / "querl.toml").write_text(config + SEMANTIC if is_semantic else config)
     if is_semantic and not (folder / "encoder/model.safetensors").exists():
         call(sys.executable, HERE / "encoder.py", knowledge / "knowledge_base.jsonl", folder / "encoder")
-    if not (model / "model.safetensors").exists():
+    if base != "appliances" and not (model / "model.safetensors").exists():
         files = ["--out", small / "corpus.jsonl", "--pretrain", small / "pretrain.toml", "--out_model", model]
         call(querl, "model", "corpus", folder / "querl.toml", *files)
         call(querl, "model", "pretrain", small / "pretrain.toml")

@@ -98,8 +98,8 @@ section! {
         /// summary or expansion terms and TEXT (which may be missing), or the whole text. The targets of fine-tuning are then the form that retrieves most. With a small model
         /// (`hidden_size` below 512) the default is `edit`, unless `retrieval.kind` is `none`.
         rewrite_form: RewriteForm = RewriteForm::Full,
-        /// With `rewrite_form = "edit"`: maximum number of expansion terms in the text that `&` stands for: words of passage titles that query
-        /// and history predict. Used only if they retrieve more on train (docs/data.md). 0: none.
+        /// With `rewrite_form = "edit"`: maximum number of distinct expansion terms in the text that `&` stands for: words of passage titles that
+        /// query and history predict. Used only if they retrieve more on train (docs/data.md). 0: none.
         #[schemars(range(max = 100))]
         expansion_terms: usize = 10,
         /// Full-width letters, digits and spaces of queries, profiles and histories as half-width ones: `keep` changes nothing,

@@ -127,8 +127,8 @@ fn every_input_file_is_part_of_the_digest_of_an_index() {
     other(&config, "a dictionary of the same content");
 }
 
-/// Regression: an index with another segmentation was used. If this fails, texts are indexed in another way than before: increase the
-/// number in [`INDEX_VERSION`] and [`FORM`], then put the new digest or words here.
+/// Regression: an index with another segmentation was used. If this fails, texts are indexed in another way than before: increase
+/// [`INDEX_VERSION`] and the number in [`FORM`], then put the new digest or words here.
 #[test]
 fn the_index_format_matches_how_texts_are_indexed() {
     let segmenter = Segmenter::default();
@@ -152,7 +152,7 @@ fn the_index_format_matches_how_texts_are_indexed() {
     let german = spaced("Bürger innen snake case Häuser", Language::De);
     assert_eq!(spaced("Bürger:innen snake_case Häuser", Language::De), german);
     assert_eq!(INDEX_VERSION, 7);
-    assert!(FORM.starts_with(&format!("querl index {INDEX_VERSION}; ")), "{FORM}");
+    assert!(FORM.starts_with("querl index 6; "), "{FORM}");
     assert_eq!(querl_core::fsx::digest_hex(seen.as_bytes()), digest, "{seen}");
 }
 
@@ -336,7 +336,7 @@ fn a_synonym_finds_passages_of_its_group() {
 }
 
 #[test]
-fn an_entry_of_synonyms_may_have_several_words_and_counts_as_often_as_it_is_there() {
+fn a_group_of_synonyms_counts_once_and_may_have_entries_of_several_words() {
     let folder = tempfile::tempdir().unwrap();
     let mut config = config(folder.path(), &["维生素c的用法", "vitamin c daily", "vitamin e daily"]);
     config.language = Language::Zh;
@@ -352,11 +352,11 @@ fn an_entry_of_synonyms_may_have_several_words_and_counts_as_often_as_it_is_ther
     };
     let once = ask("vitamin c");
     assert_eq!(once.iter().map(|(id, _)| id.as_str()).collect::<Vec<_>>(), ["0", "1"], "{once:?}");
-    let twice: Vec<_> = once.iter().map(|(id, score)| (id.clone(), 2.0 * score)).collect();
-    assert_eq!(ask("vitamin c vitamin c"), twice);
+    assert_eq!(ask("vitamin c vitamin c"), once);
     // The parts of the longer word count in addition to the group.
     let both = ask("维生素c vitamin c");
-    assert!(both[0].1 > twice[0].1 && both[1] == twice[1], "{both:?}");
+    assert_eq!(both, ask("维生素c"));
+    assert!(both[0].1 > once[0].1 && both[1] == once[1], "{both:?}");
 }
 
 /// Regression: spaces were deleted before words were compared, and passages of equal scores were ordered by id.
@@ -569,6 +569,10 @@ fn a_repeated_word_counts_as_often_as_it_is_there() {
     };
     let (once, twice) = (ask("refund timetable"), ask("timetable refund timetable"));
     assert_eq!((twice["0"], twice["1"]), (once["0"], 2.0 * once["1"]));
+    // Symptom: one clause for each of the words took 19 seconds.
+    let started = std::time::Instant::now();
+    assert_eq!(ask(&"refund ".repeat(20_000)).len(), 1);
+    assert!(started.elapsed() < std::time::Duration::from_secs(5), "{:?}", started.elapsed());
 }
 
 #[test]

@@ -397,18 +397,28 @@ impl Synonyms {
         self
     }
 
-    /// The words of a query as query parts, in order: single words and synonym groups.
-    pub(crate) fn parts<'a>(&'a self, words: &'a [String]) -> Vec<QueryPart<'a>> {
-        let (mut parts, mut rest) = (Vec::new(), words);
+    /// The words of a query as query parts: single words with the number of times that the query has them, and synonym groups, each once,
+    /// since a long word and its part may be of one group.
+    pub(crate) fn parts<'a>(&'a self, words: &'a [String]) -> Vec<(QueryPart<'a>, usize)> {
+        let (mut parts, mut rest) = (Vec::<(QueryPart<'a>, usize)>::new(), words);
+        let (mut seen_words, mut seen_groups) = (HashMap::<&String, usize>::new(), HashSet::new());
         while let [first, others @ ..] = rest {
             let mut entries = self.segmented.by_first.get(first).into_iter().flatten();
             match entries.find(|(words, _)| rest.starts_with(words)) {
                 Some((words, group)) => {
-                    parts.push(QueryPart::Group(&self.segmented.groups[*group]));
+                    if seen_groups.insert(*group) {
+                        parts.push((QueryPart::Group(&self.segmented.groups[*group]), 1));
+                    }
                     rest = &rest[words.len()..];
                 }
                 None => {
-                    parts.push(QueryPart::Word(first));
+                    match seen_words.get(first) {
+                        Some(part) => parts[*part].1 += 1,
+                        None => {
+                            seen_words.insert(first, parts.len());
+                            parts.push((QueryPart::Word(first), 1));
+                        }
+                    }
                     rest = others;
                 }
             }
@@ -555,7 +565,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_matches_its_group_and_repetitions_count() {
+    fn an_entry_matches_its_group_and_words_are_counted() {
         let synonyms = read_synonyms("\u{feff}多少钱， 价格,ＰＲＩＣＥ\n# others\n\n维生素c,vitamin c\n").unwrap();
         assert_eq!(synonyms.entries().count(), 5);
         let segmenter = Segmenter::with_words(None, synonyms.entries()).unwrap();
@@ -566,13 +576,11 @@ mod tests {
         );
         let words = strings(&["鱼油", "价格", "vitamin", "c", "多少钱", "鱼油", "vitamin", "e"]);
         let expected = [
-            QueryPart::Word("鱼油"),
-            QueryPart::Group(&prices),
-            QueryPart::Group(&vitamins),
-            QueryPart::Group(&prices),
-            QueryPart::Word("鱼油"),
-            QueryPart::Word("vitamin"),
-            QueryPart::Word("e"),
+            (QueryPart::Word("鱼油"), 2),
+            (QueryPart::Group(&prices), 1),
+            (QueryPart::Group(&vitamins), 1),
+            (QueryPart::Word("vitamin"), 1),
+            (QueryPart::Word("e"), 1),
         ];
         assert_eq!(synonyms.parts(&words), expected);
     }

@@ -23,7 +23,7 @@ use std::path::Path;
 use std::sync::Arc;
 use tantivy::collector::TopDocs;
 use tantivy::directory::error::{OpenReadError, OpenWriteError};
-use tantivy::query::{BooleanQuery, DisjunctionMaxQuery, Occur, Query, TermQuery};
+use tantivy::query::{BooleanQuery, BoostQuery, DisjunctionMaxQuery, Occur, Query, TermQuery};
 use tantivy::schema::{Field, IndexRecordOption, STORED, Schema, TextFieldIndexing, TextOptions, Value};
 use tantivy::tokenizer::TokenizerManager;
 use tantivy::{DocAddress, Index, IndexReader, ReloadPolicy, TantivyDocument, TantivyError, Term};
@@ -91,14 +91,17 @@ impl PassageIndex {
     }
 
     /// (Position, BM25 score) of the `n_passages` best passages for a text. A word counts as often as the text has it, as in Lucene; of a word and
-    /// its synonyms only the best-scoring one counts.
+    /// its synonyms only the best-scoring one counts, once.
     pub(crate) fn candidates(&self, text: &str, n_passages: usize) -> tantivy::Result<Vec<(usize, f64)>> {
         let words = self.segmenter.tokens(&fold(text));
         if words.is_empty() {
             return Ok(Vec::new());
         }
         let parts = self.synonyms.parts(&words);
-        let clauses = parts.iter().map(|part| (Occur::Should, self.clause(part)));
+        let clause = |(part, count): &(QueryPart<'_>, usize)| -> (Occur, Box<dyn Query>) {
+            (Occur::Should, Box::new(BoostQuery::new(self.clause(part), *count as f32)))
+        };
+        let clauses = parts.iter().map(clause);
         let searcher = self.reader.searcher();
         let collector = TopDocs::with_limit(n_passages).order_by_score();
         let found = searcher.search(&BooleanQuery::new(clauses.collect()), &collector)?;
@@ -331,8 +334,8 @@ fn dot(row: &[u8], vector: &[f32]) -> f32 {
 /// Version of the embedded index, incremented when texts are indexed or looked up in another way. Ranks then change, so it is an input of the stages
 /// that depend on hits.
 pub const INDEX_VERSION: u32 = 7;
-/// Version of the index format with the libraries that build and read it; another library release leads to another index.
-pub(super) const FORM: &str = "querl index 7; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, hanconv 0.5.1, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
+/// Version of the index on disk, with the libraries that build and read it; another library release leads to another index.
+pub(super) const FORM: &str = "querl index 6; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, hanconv 0.5.1, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
 /// Libraries that compute the vectors of an index.
 pub(super) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
 
