@@ -11,7 +11,7 @@ use querl_core::edits::ARE_EDITS;
 use querl_core::ports::Progress;
 use querl_core::records::{Split, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Conversion, ConvertedRow, DataError, ExpansionModel, RecordFile, RecordWriter, convert};
+use querl_data::{Conversion, ConvertedRow, DataError, RecordFile, RecordWriter, convert};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -37,9 +37,6 @@ impl Stage for Convert {
         stage::add_target_forms(&mut inputs, &run.config);
         if run.config.data.rewrite_form == RewriteForm::Edit {
             stage::add_retrieval(&mut inputs, &run.config)?;
-            if run.config.data.expansion_terms > 0 {
-                inputs.text("expansion terms", ExpansionModel::FORMAT);
-            }
         } else if run.plugins.filters_use_words {
             stage::add_vocabulary(&mut inputs, &run.config)?;
         }

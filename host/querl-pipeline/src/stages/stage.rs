@@ -11,7 +11,7 @@ use querl_core::config::{
 use querl_core::edits;
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
-use querl_data::{INDEX_VERSION, Journal, TableRecord, retrieval_language, write_tables};
+use querl_data::{ExpansionModel, INDEX_VERSION, Journal, TableRecord, retrieval_language, write_tables};
 use std::path::{Path, PathBuf};
 
 /// Name of the input that has the digest of the query table.
@@ -195,10 +195,11 @@ pub(crate) fn add_thinking(inputs: &mut Inputs, config: &Config) {
     }
 }
 
-/// Adds the version of the edit forms of targets to the inputs, if rewrites are edits; targets of another version are computed again.
+/// Adds the versions of the edit forms of targets and of expansion terms to the inputs, if rewrites are edits; targets of another version are computed again.
 pub(crate) fn add_target_forms(inputs: &mut Inputs, config: &Config) {
     if config.data.rewrite_form == RewriteForm::Edit {
         inputs.text(&format!("{FORMS_OF_EDITS} in targets"), edits::VERSION);
+        inputs.text(&format!("{FORMS_OF_EDITS} with expansion terms"), ExpansionModel::FORMAT);
         // With retrieval by a service there is no version of the index, which is that of the words.
         if retrieval_language(&config.retrieval) != Language::Zh {
             inputs.text(&format!("{FORMS_OF_EDITS} in words between spaces"), 2);
@@ -377,7 +378,9 @@ mod tests {
         config.data.rewrite_form = RewriteForm::Edit;
         add_target_forms(&mut edit, &config);
         edit.text(FORMS_OF_EDITS, edits::VERSION);
-        for name in ["forms of edits in targets", "forms of edits in words between spaces"] {
+        for name in
+            ["forms of edits in targets", "forms of edits with expansion terms", "forms of edits in words between spaces"]
+        {
             assert!(edit.has(name) && !full.has(name), "{name}");
         }
         add_retrieval(&mut edit, &config).unwrap();
