@@ -157,7 +157,7 @@ async fn servers_deployments_and_exports_have_the_terms_of_eval() {
     project.querl(&support::with_sets(&["convert", "querl.toml"], &["data.expansion_terms=0"])).ok();
     let refused = project.querl(&["serve", "rewrite", "run", "--addr", "127.0.0.1:0"]);
     assert_eq!(refused.code, Some(2), "{refused:#?}");
-    let problem = "run/data/expansion.json: is missing, the model of expansion terms with which `rl` was trained; put it back by `querl convert CONFIG`";
+    let problem = "run/data/expansion.json: is missing, the model of expansion terms with which `rl` was trained; put it back by `querl convert CONFIG --from convert`";
     assert!(refused.stderr.contains(problem), "{refused:#?}");
     damage(&project.path("deployment/tenants/fivedoctors/data/expansion.json"));
     let refused = project.querl(&["serve", "rewrite", "deployment", "--addr", "127.0.0.1:0"]);

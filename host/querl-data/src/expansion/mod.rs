@@ -286,7 +286,8 @@ impl ExpansionModel {
         found.sort_by(|(_, one), (_, other)| other.total_cmp(one));
         found.truncate(self.max_terms);
         let count = |probability| if probability > MIN_PROBABILITY_OF_TWO { 2 } else { 1 };
-        let terms = found.iter().flat_map(|(term, probability)| vec![self.terms[*term].0.as_str(); count(*probability)]);
+        let terms =
+            found.iter().flat_map(|(term, probability)| vec![self.terms[*term].0.as_str(); count(*probability)]);
         terms.collect::<Vec<_>>().join(" ")
     }
 }

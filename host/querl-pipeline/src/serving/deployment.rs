@@ -22,6 +22,7 @@ use querl_core::config::{
 };
 use querl_core::fsx::{digest_file, write_jsonl};
 use querl_core::run_dir::RunDir;
+use querl_data::ExpansionModel;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -164,6 +165,7 @@ fn write_tenant(run: &ServedRun, folder: &Path) -> anyhow::Result<u64> {
         }
     }
     if run.expansion_digest()?.is_some() {
+        ExpansionModel::read(&from.expansion())?; // refuses the format of another version
         n_bytes += copy(&from.expansion(), &to.expansion())?;
         copied.push(from.expansion());
         stages.insert(StageName::Convert);

@@ -136,7 +136,7 @@ impl ServedRun {
             Err(error) => return Err(error).with_context(|| format!("{}: cannot be read", path.display())),
         };
         let (path, stage) = (path.display(), self.stage);
-        let remedy = "put it back by `querl convert CONFIG` with the settings of the training, or run `querl run CONFIG` to train again";
+        let remedy = "put it back by `querl convert CONFIG --from convert` with the settings of the training, or run `querl run CONFIG` to train again";
         Err(Stop::usage(format!("{path}: {problem} `{stage}` was trained; {remedy}")).into())
     }
 

@@ -378,9 +378,11 @@ mod tests {
         config.data.rewrite_form = RewriteForm::Edit;
         add_target_forms(&mut edit, &config);
         edit.text(FORMS_OF_EDITS, edits::VERSION);
-        for name in
-            ["forms of edits in targets", "forms of edits with expansion terms", "forms of edits in words between spaces"]
-        {
+        for name in [
+            "forms of edits in targets",
+            "forms of edits with expansion terms",
+            "forms of edits in words between spaces",
+        ] {
             assert!(edit.has(name) && !full.has(name), "{name}");
         }
         add_retrieval(&mut edit, &config).unwrap();
