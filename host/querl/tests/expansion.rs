@@ -153,6 +153,19 @@ async fn servers_deployments_and_exports_have_the_terms_of_eval() {
         let label: Value = serde_json::from_str(exported["querl"].as_str().unwrap()).unwrap();
         assert_eq!(label["expansion"], row["metadata"]["expansion"], "{exported}");
     }
+    // Terms of an earlier version.
+    let (model, ledger) = (project.path("run/data/expansion.json"), project.path("run/stages.json"));
+    let (text, entries) = (project.read("run/data/expansion.json"), project.read("run/stages.json"));
+    let digest = || querl_core::fsx::digest_file(&model).unwrap();
+    let current = digest();
+    std::fs::write(&model, text.replacen(r#""format": 2"#, r#""format": 1"#, 1)).unwrap();
+    std::fs::write(&ledger, entries.replace(&current, &digest())).unwrap();
+    for args in [&["deploy", "run", "--out", "other"][..], &["serve", "rewrite", "run", "--addr", "127.0.0.1:0"]] {
+        let refused = project.querl(args);
+        assert!(refused.code == Some(2) && refused.stderr.contains("expansion.json: has format 1"), "{refused:#?}");
+    }
+    std::fs::write(&model, text).unwrap();
+    std::fs::write(&ledger, entries).unwrap();
     // A convert with other settings after the training.
     project.querl(&support::with_sets(&["convert", "querl.toml"], &["data.expansion_terms=0"])).ok();
     let refused = project.querl(&["serve", "rewrite", "run", "--addr", "127.0.0.1:0"]);

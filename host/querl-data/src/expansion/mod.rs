@@ -215,7 +215,7 @@ impl ExpansionModel {
         let FileFormat { format } = serde_json::from_slice(&bytes).map_err(invalid)?;
         if format != Self::FORMAT {
             let problem = format!(
-                "has format {format}, and this version of querl reads {}; run `querl run CONFIG --from convert` to train with new terms",
+                "has format {format}, and this version of querl reads {}; run `querl run CONFIG --from convert` to train with new terms, and deploy again what was deployed",
                 Self::FORMAT
             );
             return Err(DataError::file(path, problem));

@@ -412,13 +412,11 @@ impl Synonyms {
                     rest = &rest[words.len()..];
                 }
                 None => {
-                    match seen_words.get(first) {
-                        Some(part) => parts[*part].1 += 1,
-                        None => {
-                            seen_words.insert(first, parts.len());
-                            parts.push((QueryPart::Word(first), 1));
-                        }
-                    }
+                    let part = *seen_words.entry(first).or_insert_with(|| {
+                        parts.push((QueryPart::Word(first), 0));
+                        parts.len() - 1
+                    });
+                    parts[part].1 += 1;
                     rest = others;
                 }
             }
@@ -583,6 +581,8 @@ mod tests {
             (QueryPart::Word("e"), 1),
         ];
         assert_eq!(synonyms.parts(&words), expected);
+        // Symptom: one clause for each of the words took 19 seconds.
+        assert_eq!(synonyms.parts(&vec!["鱼油".to_owned(); 20_000]), [(QueryPart::Word("鱼油"), 20_000)]);
     }
 
     #[test]

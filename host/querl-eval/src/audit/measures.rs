@@ -172,17 +172,12 @@ fn copied_terms(row: &AuditRow<'_>) -> Option<f64> {
     Some(n_copied as f64 / own.len().max(1) as f64)
 }
 
-/// Number of distinct pairs of adjacent units divided by all pairs (distinct-2); `None` without a pair. A word that stands twice in a row counts
-/// once, since expansion terms do.
+/// Number of distinct pairs of adjacent units divided by all pairs (distinct-2); `None` without a pair. Of a word that stands several
+/// times in a row one is left out, since expansion terms stand twice.
 fn distinct_share(text: &str) -> Option<f64> {
-    let mut words: Vec<&str> = Vec::new();
-    let mut is_second = false;
-    for word in text.split_whitespace() {
-        is_second = !is_second && words.last() == Some(&word);
-        if !is_second {
-            words.push(word);
-        }
-    }
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let runs = words.chunk_by(|one, next| one == next);
+    let words: Vec<&str> = runs.flat_map(|run| &run[usize::from(run.len() > 1)..]).copied().collect();
     let units = units(&words.join(" "));
     let pairs: Vec<&[String]> = units.windows(2).collect();
     let distinct: BTreeSet<&&[String]> = pairs.iter().collect();
@@ -244,6 +239,7 @@ mod tests {
     fn repeated_pairs_lower_the_distinct_share() {
         assert_eq!(distinct_share("鱼油 鱼油 鱼油"), Some(2.0 / 3.0));
         assert_eq!(distinct_share("鱼油鱼油鱼油"), Some(0.4));
+        assert_eq!(distinct_share("refund refund refund refund"), Some(0.5));
         assert_eq!(distinct_share("怎么退 退款 退款 航线卡 航线卡"), Some(1.0));
         assert_eq!((distinct_share("fish oil dose"), distinct_share("鱼")), (Some(1.0), None));
         assert_eq!((marks(" 鱼油 用量。"), marks("鱼油")), (2.0, 0.0));

@@ -14,8 +14,10 @@ use std::sync::LazyLock;
 const LARGEST_READ_BYTES: u64 = 256 << 20;
 
 /// Prefixes or suffixes of input names, each with the controlling input, without which a stage does not have them.
-const FOLLOWED: [(&str, &str); 20] = [
+const FOLLOWED: [(&str, &str); 22] = [
     (FORMS_OF_EDITS, "data.rewrite_form"),
+    (FORMAT_OF_EXPANSION_TERMS, "data.rewrite_form"),
+    (FORMAT_OF_EXPANSION_TERMS, "data.expansion_terms"),
     ("tenant", "data.rewrite_form"),
     ("retrieval.", "data.rewrite_form"),
     ("knowledge base", "data.rewrite_form"),
@@ -39,6 +41,9 @@ const FOLLOWED: [(&str, &str); 20] = [
 
 /// Name of the input that has the version of the edit forms of rewrites.
 pub(crate) const FORMS_OF_EDITS: &str = "forms of edits";
+
+/// Name of the input that has the version of expansion terms.
+pub(crate) const FORMAT_OF_EXPANSION_TERMS: &str = "format of expansion terms";
 
 /// Name of the input that has the version of the embedded retrieval index.
 pub(crate) const INDEX: &str = "retrieval.index";

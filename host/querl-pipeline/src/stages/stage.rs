@@ -1,7 +1,7 @@
 //! A stage of the pipeline: files in the run directory in, files in the run directory out; and the inputs that several stages depend on.
 
 use crate::environment::RowColumns;
-use crate::ledger::{FORMS_OF_EDITS, Facts, INDEX, Inputs, Ledger, StageName};
+use crate::ledger::{FORMAT_OF_EXPANSION_TERMS, FORMS_OF_EDITS, Facts, INDEX, Inputs, Ledger, StageName};
 use crate::run::Run;
 use anyhow::Context;
 use querl_core::config::{
@@ -199,7 +199,9 @@ pub(crate) fn add_thinking(inputs: &mut Inputs, config: &Config) {
 pub(crate) fn add_target_forms(inputs: &mut Inputs, config: &Config) {
     if config.data.rewrite_form == RewriteForm::Edit {
         inputs.text(&format!("{FORMS_OF_EDITS} in targets"), edits::VERSION);
-        inputs.text(&format!("{FORMS_OF_EDITS} with expansion terms"), ExpansionModel::FORMAT);
+        if config.data.expansion_terms > 0 && config.retrieval.knowledge_base.is_some() {
+            inputs.text(FORMAT_OF_EXPANSION_TERMS, ExpansionModel::FORMAT);
+        }
         // With retrieval by a service there is no version of the index, which is that of the words.
         if retrieval_language(&config.retrieval) != Language::Zh {
             inputs.text(&format!("{FORMS_OF_EDITS} in words between spaces"), 2);
@@ -378,11 +380,7 @@ mod tests {
         config.data.rewrite_form = RewriteForm::Edit;
         add_target_forms(&mut edit, &config);
         edit.text(FORMS_OF_EDITS, edits::VERSION);
-        for name in [
-            "forms of edits in targets",
-            "forms of edits with expansion terms",
-            "forms of edits in words between spaces",
-        ] {
+        for name in ["forms of edits in targets", FORMAT_OF_EXPANSION_TERMS, "forms of edits in words between spaces"] {
             assert!(edit.has(name) && !full.has(name), "{name}");
         }
         add_retrieval(&mut edit, &config).unwrap();
@@ -390,6 +388,10 @@ mod tests {
         for name in ["synonyms", "language of the passages", "cross-encoder", "modules.json of embedding model"] {
             assert!(edit.has(name), "{name}");
         }
+        let mut without_terms = Inputs::default();
+        config.data.expansion_terms = 0;
+        add_target_forms(&mut without_terms, &config);
+        assert!(!without_terms.has(FORMAT_OF_EXPANSION_TERMS));
         assert_eq!(edit.changed_since(&full), ["data.rewrite_form"]);
         assert_eq!(full.changed_since(&edit), ["data.rewrite_form"]);
     }
