@@ -14,7 +14,7 @@ use crate::ledger::StageName;
 use crate::pins::{OnPluginChange, Pins};
 use crate::plugins::unprepared;
 use crate::run::{Run, outside_to_look};
-use crate::stages::{PlannedWork, Window, plan};
+use crate::stages::{PlannedWork, Window, knowledge_base_of_terms, plan};
 use querl_core::config::{
     Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, RewriteForm, ServicePrice, TeacherKind,
 };
@@ -198,8 +198,7 @@ impl Estimator<'_> {
                 }
                 // One to four retrieval calls per row (`stages/edit_targets.rs`), and up to three per row of train (`stages/expansion.rs`).
                 StageName::Convert if config.data.rewrite_form == RewriteForm::Edit => {
-                    let has_terms = config.data.expansion_terms > 0 && config.retrieval.knowledge_base.is_some();
-                    let n_of_terms = if has_terms { 3.0 * config.data.split[0] } else { 0.0 };
+                    let n_of_terms = knowledge_base_of_terms(config).map_or(0.0, |_| 3.0 * config.data.split[0]);
                     let n = Range { low: self.n_rows, high: (4.0 + n_of_terms) * self.n_rows };
                     steps.extend(self.retrieval_steps(stage, n)?);
                 }

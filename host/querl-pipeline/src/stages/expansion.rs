@@ -2,6 +2,7 @@
 //! than the history.
 
 use super::edit_targets::{hits_of, worth};
+use super::stage::knowledge_base_of_terms;
 use crate::interrupt;
 use crate::run::Run;
 use futures::{StreamExt, TryStreamExt};
@@ -38,8 +39,7 @@ pub(super) struct UsedExpansion {
 /// The knowledge base cannot be read, retrieval cannot be opened, or a lookup failed for a reason for which every further lookup would fail.
 pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn Progress) -> anyhow::Result<Expansion> {
     let config = &run.config;
-    let knowledge_base = config.retrieval.knowledge_base.as_deref();
-    let Some(knowledge_base) = knowledge_base.filter(|_| config.data.expansion_terms > 0) else {
+    let Some(knowledge_base) = knowledge_base_of_terms(config) else {
         return Ok(Expansion::default());
     };
     let all: Vec<&QueryRow> = records.iter().map(|record| &record.rewritten.query).collect();
