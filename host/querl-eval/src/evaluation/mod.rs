@@ -17,7 +17,7 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Pairs of systems that are compared, as first minus second, in the order of the tables.
-pub const PAIRS: [(&str, &str); 13] = [
+pub const PAIRS: [(&str, &str); 15] = [
     ("rl", "sft"),
     ("rl", "teacher"),
     ("rl", "raw"),
@@ -31,6 +31,8 @@ pub const PAIRS: [(&str, &str); 13] = [
     ("sft", "prompted"),
     ("best_of_n", "sft"),
     ("teacher", "raw"),
+    ("with_history", "raw"),
+    ("expanded", "raw"),
 ];
 
 /// Whether the run has retrieval.

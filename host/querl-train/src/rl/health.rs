@@ -51,6 +51,9 @@ const REWARD_CHANGE: f64 = 0.1;
 /// 0.01.
 const QUALITY_FALL: f64 = 0.05;
 
+/// Number of distinct responses per query below which most queries have one.
+const MIN_DISTINCT_PER_QUERY: f64 = 1.25;
+
 /// Change of the mean retrieval quality from the first interval to the last above which it explains longer or shorter responses.
 const QUALITY_CHANGE: f64 = 0.02;
 
@@ -82,7 +85,8 @@ impl Health {
         let below = |value: Option<f64>, limit: f64| value.is_some_and(|value| value < limit);
         let ratio = |now: Option<f64>, first: Option<f64>| Some(now? / first?);
         let entropy = get("actor/entropy");
-        let has_groups = get("reward_std").is_some();
+        let has_equal_samples =
+            get("reward_std").is_some() && below(get("response/distinct_per_query"), MIN_DISTINCT_PER_QUERY);
         let has_server = get("rollout_corr/k3_kl").is_some();
         let kl_coef = get("actor/reward_kl_penalty_coeff").or(get("actor/kl_coef"));
         self.first_entropy = self.first_entropy.or(entropy);
@@ -113,7 +117,7 @@ impl Health {
             (
                 "repeats",
                 below(get("response/distinct_across_queries"), 0.2),
-                "most queries get the same response: raise rl.kl_coef, and look at the reward plugin",
+                "most queries get the same rewrite: raise rl.kl_coef, and look at the reward plugin",
             ),
             (
                 "probs",
@@ -131,8 +135,12 @@ impl Health {
             ),
             (
                 "groups",
-                above("frac_reward_zero_std", 0.8) || has_groups && below(get("response/distinct_per_query"), 1.25),
-                "the samples of most queries are equal or all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin",
+                above("frac_reward_zero_std", 0.8) || has_equal_samples,
+                if has_equal_samples {
+                    "the samples of most queries are equal, and nothing is learned from them: raise rl.temperature or rl.n_samples; where SFT already writes the best rewrites, RL has nothing to add"
+                } else {
+                    "the samples of most queries all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin"
+                },
             ),
             (
                 "value_clip",
@@ -379,6 +387,18 @@ mod tests {
         (0..30u32).flat_map(|step| health.check(&of_step(f64::from(step)), validation(step.into()))).collect()
     }
 
+    /// Symptom: where SFT already wrote the best edit, the reward plugin was blamed.
+    #[test]
+    fn samples_of_one_score_are_distinguished_from_equal_ones() {
+        let of = |per_query: f64| {
+            let same_score =
+                [("reward_std", 0.0), ("frac_reward_zero_std", 1.0), ("response/distinct_per_query", per_query)];
+            Health::default().check(&metrics(&same_score), ValidationProgress::default()).concat()
+        };
+        assert!(of(1.0).contains("are equal") && !of(1.0).contains("reward plugin"), "{}", of(1.0));
+        assert!(of(4.0).contains("one score") && of(4.0).contains("reward plugin"), "{}", of(4.0));
+    }
+
     /// Regression: a policy whose responses became longer for some steps, before it learned to stop, had both warnings.
     #[test]
     fn responses_that_are_long_for_a_few_steps_are_not_reported() {
@@ -431,8 +451,8 @@ mod tests {
             texts(|_| metrics(&[&distinct[..], &[("reward_std", 0.1)]].concat()))
         };
         assert_eq!((of(2.0, 2.0), of(1.5, 0.5)), (String::new(), String::new()));
-        assert!(of(1.0, 1.0).contains("raise rl.temperature") && !of(1.0, 1.0).contains("same response"));
-        assert!(of(2.0, 0.1).contains("same response") && !of(2.0, 0.1).contains("raise rl.temperature"));
+        assert!(of(1.0, 1.0).contains("are equal") && !of(1.0, 1.0).contains("same rewrite"));
+        assert!(of(2.0, 0.1).contains("same rewrite") && !of(2.0, 0.1).contains("raise rl.temperature"));
     }
 
     #[test]

@@ -257,17 +257,20 @@ pub(super) fn rollout_metrics(batch: &RolloutBatch) -> Metrics {
     metrics
 }
 
-/// Distinct responses: as a share of all responses, as a mean over queries, and for the batch divided by its number of queries. In the last
-/// metric an unchanged query is a distinct response of each query, because a policy of edits may correctly keep most queries with one
-/// response.
+/// Distinct responses: as a share of all responses and as a mean over queries; and distinct rewrites of the batch divided by its number of
+/// queries. A policy of edits may correctly answer most queries with one response (`=` or `&`): the rewrites are then different, and an
+/// unchanged query is a distinct rewrite of each query.
 fn distinct_metrics(rollouts: &[Rollout]) -> Metrics {
     let of_batch: BTreeSet<&[u32]> = rollouts.iter().map(|rollout| rollout.example.response.as_slice()).collect();
     let of_each: BTreeSet<(usize, &[u32])> =
         rollouts.iter().map(|rollout| (rollout.group, rollout.example.response.as_slice())).collect();
-    let keeps_query = |rollout: &Rollout| rollout.record.episode.policy.rewrite == rollout.record.episode.query;
-    let across: BTreeSet<(Option<usize>, &[u32])> = rollouts
+    let across: BTreeSet<(Option<usize>, &str)> = rollouts
         .iter()
-        .map(|rollout| (keeps_query(rollout).then_some(rollout.group), rollout.example.response.as_slice()))
+        .map(|rollout| {
+            let episode = &rollout.record.episode;
+            let rewrite = episode.policy.rewrite.as_str();
+            ((rewrite == episode.query).then_some(rollout.group), rewrite)
+        })
         .collect();
     let queries: BTreeSet<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
     let n_queries = queries.len().max(1) as f64;
@@ -472,9 +475,10 @@ mod tests {
         assert_eq!(episode_metrics([&with_gold].into_iter()).get("avg_mrr"), Some(&0.0));
     }
 
-    /// Regression: a policy that kept each query by the response `=` was reported as one that gives all queries one response.
+    /// Regression: a policy that kept each query by the response `=`, or expanded each by `&`, was reported as one that gives all queries
+    /// one response.
     #[test]
-    fn responses_are_distinct_per_query_and_a_kept_query_is_no_repetition() {
+    fn responses_are_distinct_per_query_and_an_edit_is_no_repetition() {
         let rollout = |group: usize, response: u32, rewrite: &str| {
             let policy = Candidate::found_nothing(rewrite.into());
             let episode = Episode { query: format!("q{group}"), policy, ..Episode::default() };
@@ -495,6 +499,8 @@ mod tests {
         };
         let kept = [rollout(0, 7, "q0"), rollout(0, 7, "q0"), rollout(1, 7, "q1"), rollout(1, 8, "x")];
         assert_eq!(of(&kept), [0.5, 1.5, 1.5]);
+        let expanded = [rollout(0, 7, "q0 x"), rollout(0, 7, "q0 x"), rollout(1, 7, "q1 y"), rollout(1, 7, "q1 y")];
+        assert_eq!(of(&expanded), [0.25, 1.0, 1.0]);
         let same = [rollout(0, 7, "x"), rollout(0, 7, "x"), rollout(1, 7, "x"), rollout(1, 7, "x")];
         assert_eq!(of(&same), [0.25, 1.0, 0.5]);
     }
