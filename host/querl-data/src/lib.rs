@@ -33,7 +33,9 @@ pub use dataset::leaks::{DatasetQueries, Leak, Leaks, SplitRows, find_leaks};
 pub use dataset::records::{Journal, RecordFile, RecordWriter, RowIter, Rows};
 pub use dataset::splits::{RowSplits, Splits};
 pub use error::DataError;
-pub use expansion::{ExpansionForm, ExpansionModel, FittedExpansion, NoExpansion, read_titles};
+pub use expansion::{
+    ExpansionForm, ExpansionModel, ExpansionTerms, FittedExpansion, NoExpansion, read_titled_passages,
+};
 pub use first_row::shown_keys;
 pub use gold_ids::{UnknownGoldIds, check_knowledge_base};
 pub use judge::lexicon::{Intent, Lexicon, Product, QueryIntent};

@@ -1,7 +1,8 @@
 //! Expansion terms: title words of passages that a query and its history predict, as in supervised query expansion. One logistic regression
-//! for each title word that the gold passages of several training rows have, from the words of query and history.
+//! for each title word of several examples: rows of train, whose words of query and history predict the titles of their gold passages, and
+//! passages, whose texts predict their own titles.
 //!
-//! Input: rows with gold ids, titles of their passages. Output: an [`ExpansionModel`], and for each row the terms of a model that was fitted
+//! Input: rows with gold ids, passages with titles. Output: an [`ExpansionModel`], and for each row the terms of a model that was fitted
 //! without the row's group.
 
 mod logistic;
@@ -9,13 +10,14 @@ mod logistic;
 use crate::dataset::splits::group_digest;
 use crate::error::DataError;
 use crate::retrieval::vocabulary::OwnWords;
-use crate::retrieval::{WordSegmenter, scan_passages};
+use crate::retrieval::{Passage, WordSegmenter, scan_passages};
 use crate::text::fold;
 use logistic::Features;
 use querl_core::config::Language;
 use querl_core::edits::{joined, recent_history, with_history};
 use querl_core::fsx::write_json;
 use querl_core::records::{QueryRow, logistic};
+use querl_core::text::{char_ngrams, text_runs};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -27,19 +29,25 @@ const C: f64 = 30.0;
 const TOLERANCE: f64 = 0.3;
 /// Probability above which a word is an expansion term.
 const MIN_PROBABILITY: f64 = 0.1;
-/// Probability above which a term is written twice, so that retrieval gives it twice the weight.
-const MIN_PROBABILITY_OF_TWO: f64 = 0.5;
-/// Number of rows whose gold passages must have a word in their titles.
-const MIN_ROWS_OF_TERM: usize = 3;
+/// Probability above which a term is likely: in an expansion with all terms it is written twice, so that retrieval gives it twice the weight.
+const LIKELY: f64 = 0.5;
+/// Number of examples, rows and passages, whose titles must have a word.
+const MIN_EXAMPLES_OF_TERM: usize = 3;
 /// Maximum number of words that are predicted: the most frequent ones.
 const MAX_MODELLED_TERMS: usize = 500;
 /// Number of rows of a fit from which no further group is added.
 const MAX_ROWS: usize = 5000;
+/// Maximum number of passages of a fit.
+const MAX_PASSAGES: usize = 1000;
+/// Maximum number of characters of a passage: the first ones.
+const MAX_PASSAGE_CHARS: usize = 1000;
 const N_FOLDS: usize = 5;
 /// Seed of the folds, which must not be those of the splits.
 const FOLD_SEED: u64 = 0x0065_7870_616e_6400;
 /// Prefix of the features of words in the history.
 const OF_HISTORY: &str = "history:";
+/// Prefix of the features of characters and pairs of characters, where words are written without spaces.
+const OF_CHARACTERS: &str = "char:";
 
 /// A model of expansion terms.
 #[derive(Debug, Clone)]
@@ -77,30 +85,49 @@ struct Term {
     /// The word as most titles write it.
     term: String,
     intercept: f32,
-    /// Weights by feature: a word of query or history, or `history:` and a word of the history. Words are stemmed.
+    /// Weights by feature: a word of query or history, `history:` and a word of the history, or `char:` and one or two characters of either.
+    /// Words are stemmed.
     weights: BTreeMap<String, f32>,
 }
 
-/// What an expansion is made of.
+/// What an expansion has in addition to the query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ExpansionForm {
-    /// The query, its history summary and expansion terms.
-    WithHistory,
-    /// The query and expansion terms.
-    WithoutHistory,
+pub struct ExpansionForm {
+    /// It has the history summary.
+    pub with_history: bool,
+    /// It has only terms that are more probable than not.
+    pub likely_terms: bool,
 }
 
 impl ExpansionForm {
     /// All forms.
-    pub const ALL: [Self; 2] = [Self::WithHistory, Self::WithoutHistory];
+    pub const ALL: [Self; 4] =
+        [Self::of(false, false), Self::of(true, false), Self::of(false, true), Self::of(true, true)];
+
+    const fn of(with_history: bool, likely_terms: bool) -> Self {
+        Self { with_history, likely_terms }
+    }
 
     /// The expansion with these terms.
-    pub fn text(self, query: &str, history: &str, terms: &str) -> String {
-        match self {
-            Self::WithHistory => with_history(query, history, terms),
-            Self::WithoutHistory => joined(&[query, terms]),
-        }
+    pub fn text(self, query: &str, history: &str, terms: &ExpansionTerms) -> String {
+        let terms = terms.text(self.likely_terms);
+        if self.with_history { with_history(query, history, &terms) } else { joined(&[query, &terms]) }
+    }
+}
+
+/// Expansion terms of a query with their probabilities, the most probable first.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ExpansionTerms(Vec<(String, f64)>);
+
+impl ExpansionTerms {
+    /// The terms, separated by spaces: all, the likely ones twice in a row; or the likely ones, once.
+    fn text(&self, likely_terms: bool) -> String {
+        let count = |probability: f64| match (likely_terms, probability > LIKELY) {
+            (true, is_likely) => usize::from(is_likely),
+            (false, is_likely) => 1 + usize::from(is_likely),
+        };
+        let terms = self.0.iter().flat_map(|(term, probability)| vec![term.as_str(); count(*probability)]);
+        terms.collect::<Vec<_>>().join(" ")
     }
 }
 
@@ -109,8 +136,8 @@ impl ExpansionForm {
 pub struct FittedExpansion {
     /// The model, fitted on all of the rows.
     pub model: ExpansionModel,
-    /// Out-of-fold terms of each row, separated by spaces: of a model that was fitted without a fifth of the groups, to which the row belongs.
-    pub out_of_fold: Vec<String>,
+    /// Out-of-fold terms of each row: of a model that was fitted without a fifth of the groups, to which the row belongs.
+    pub out_of_fold: Vec<ExpansionTerms>,
     /// Positions of the rows that were fitted.
     pub fitted: Vec<usize>,
 }
@@ -130,16 +157,16 @@ pub enum NoExpansion {
         min = ExpansionModel::MIN_GROUPS
     )]
     FewGroups(usize),
-    /// No word is in the titles of several rows.
+    /// No word is in the titles of several examples.
     #[error(
-        "no word is in the titles of the gold passages of {MIN_ROWS_OF_TERM} rows of train; add queries about the same passages"
+        "no word is in the titles of {MIN_EXAMPLES_OF_TERM} passages or of the gold passages of as many rows of train; add queries about the same passages"
     )]
     NoSharedWord,
 }
 
 impl ExpansionModel {
     /// Version of the file and of what terms are.
-    pub const FORMAT: u32 = 2;
+    pub const FORMAT: u32 = 3;
     /// Number of groups of rows below which no model is fitted, and no expansions are compared.
     pub const MIN_GROUPS: usize = 20;
 
@@ -152,44 +179,46 @@ impl ExpansionModel {
                 by_feature.entry(feature).or_default().push((position, weight));
             }
         }
-        Self { segmenter, max_terms, form: ExpansionForm::WithHistory, terms: intercepts, by_feature }
+        Self { segmenter, max_terms, form: ExpansionForm::ALL[0], terms: intercepts, by_feature }
     }
 
-    /// Fits a model on the rows of train that have gold ids; `titles` are those of their passages by id.
+    /// Fits a model on the rows of train that have gold ids, and on `passages` with titles, those of [`read_titled_passages`].
     ///
     /// # Errors
     /// Too few rows have gold passages with titles in common.
     pub fn fit(
         rows: &[&QueryRow],
-        titles: &HashMap<String, String>,
+        passages: &[Passage],
         segmenter: &WordSegmenter,
         max_terms: usize,
     ) -> Result<FittedExpansion, NoExpansion> {
-        Self::fit_at_most(MAX_ROWS, rows, titles, segmenter, max_terms)
+        Self::fit_at_most(MAX_ROWS, rows, passages, segmenter, max_terms)
     }
 
     fn fit_at_most(
         max_rows: usize,
         rows: &[&QueryRow],
-        titles: &HashMap<String, String>,
+        passages: &[Passage],
         segmenter: &WordSegmenter,
         max_terms: usize,
     ) -> Result<FittedExpansion, NoExpansion> {
         let groups: HashSet<&str> =
             rows.iter().filter(|row| !row.gold_ids.is_empty()).map(|row| row.group.as_str()).collect();
-        match (groups.len(), titles.is_empty()) {
+        let titled: HashSet<&str> = passages.iter().map(|passage| passage.id.as_str()).collect();
+        let has_titles = rows.iter().flat_map(|row| &row.gold_ids).any(|id| titled.contains(id.as_str()));
+        match (groups.len(), has_titles) {
             (0, _) => return Err(NoExpansion::NoGoldIds),
-            (_, true) => return Err(NoExpansion::NoTitles),
+            (_, false) => return Err(NoExpansion::NoTitles),
             (n_groups, _) if n_groups < Self::MIN_GROUPS => return Err(NoExpansion::FewGroups(n_groups)),
             _ => {}
         }
-        let examples = Examples::new(rows, titles, segmenter, max_rows);
+        let examples = Examples::new(rows, passages, segmenter, max_rows);
         let model = |terms| Self::new(segmenter.clone(), max_terms, terms);
         let whole = model(examples.fit(&(0..examples.fitted.len()).collect::<Vec<_>>()));
         if whole.terms.is_empty() {
             return Err(NoExpansion::NoSharedWord);
         }
-        let mut out_of_fold = vec![String::new(); rows.len()];
+        let mut out_of_fold = vec![ExpansionTerms::default(); rows.len()];
         for fold in 0..N_FOLDS {
             let is_held_out = |row: &usize| examples.fold_of[*row] == fold;
             let others: Vec<usize> =
@@ -271,8 +300,8 @@ impl ExpansionModel {
         self.terms.len()
     }
 
-    /// Expansion terms of a query and its history, most probable first, separated by spaces; those that are more probable than not twice.
-    pub fn terms(&self, query: &str, history: &str) -> String {
+    /// Expansion terms of a query and its history.
+    fn terms(&self, query: &str, history: &str) -> ExpansionTerms {
         let mut logits: Vec<f64> = self.terms.iter().map(|(_, intercept)| f64::from(*intercept)).collect();
         for feature in features_of(&self.segmenter, query, history) {
             for (term, weight) in self.by_feature.get(&feature).into_iter().flatten() {
@@ -285,45 +314,57 @@ impl ExpansionModel {
         // On ties in the order of the file.
         found.sort_by(|(_, one), (_, other)| other.total_cmp(one));
         found.truncate(self.max_terms);
-        let count = |probability| if probability > MIN_PROBABILITY_OF_TWO { 2 } else { 1 };
-        let terms =
-            found.iter().flat_map(|(term, probability)| vec![self.terms[*term].0.as_str(); count(*probability)]);
-        terms.collect::<Vec<_>>().join(" ")
+        let with_word = |(term, probability): (usize, f64)| (self.terms[term].0.clone(), probability);
+        ExpansionTerms(found.into_iter().map(with_word).collect())
     }
 }
 
-/// Reads the titles of gold passages by id, other than empty ones.
+/// Reads passages with titles: the gold passages, and at most 1,000 others, which do not depend on the order of the file.
 ///
 /// # Errors
 /// As [`read_passages`](crate::read_passages).
-pub fn read_titles(knowledge_base: &Path, gold_ids: &HashSet<&str>) -> Result<HashMap<String, String>, DataError> {
-    let mut titles = HashMap::new();
+pub fn read_titled_passages(knowledge_base: &Path, gold_ids: &HashSet<&str>) -> Result<Vec<Passage>, DataError> {
+    let (mut gold, mut others) = (BTreeMap::new(), BTreeMap::new());
     scan_passages(knowledge_base, |passage| {
-        if gold_ids.contains(passage.id.as_str()) && !passage.title.trim().is_empty() {
-            titles.insert(passage.id, passage.title);
+        if passage.title.trim().is_empty() {
+            return;
+        }
+        let key = (group_digest(FOLD_SEED, &passage.id), passage.id.clone());
+        if gold_ids.contains(passage.id.as_str()) {
+            gold.insert(key, passage);
+        } else {
+            others.insert(key, passage);
+            if others.len() > MAX_PASSAGES {
+                others.pop_last();
+            }
         }
     })?;
-    Ok(titles)
+    Ok(gold.into_values().chain(others.into_values()).collect())
 }
 
 /// Distinct features, in alphabetical order.
 fn features_of(segmenter: &WordSegmenter, query: &str, history: &str) -> BTreeSet<String> {
-    let of_history = segmenter.words(&fold(&recent_history(history)));
-    let mut features: BTreeSet<String> = segmenter.words(&fold(query)).into_iter().collect();
+    let (query, history) = (fold(query), fold(&recent_history(history)));
+    let of_history = segmenter.words(&history);
+    let mut features: BTreeSet<String> = segmenter.words(&query).into_iter().collect();
     features.extend(of_history.iter().map(|word| format!("{OF_HISTORY}{word}")));
     features.extend(of_history);
+    for run in [query, history].iter().flat_map(|text| text_runs(text)).filter(|run| run.is_unspaced) {
+        let characters = [1, 2].into_iter().flat_map(|n| char_ngrams(&run.text, n));
+        features.extend(characters.map(|text| format!("{OF_CHARACTERS}{text}")));
+    }
     features
 }
 
-/// Rows as numbers of features and title words.
+/// Rows and passages as numbers of features and title words.
 struct Examples {
     /// Names of the features.
     features: Vec<String>,
     /// Title words, each as most titles write it.
     words: Vec<String>,
-    /// Of each fitted row.
+    /// Of each fitted row, then of each passage.
     features_of: Vec<Vec<usize>>,
-    /// Title words of the gold passages of each fitted row, without repetitions.
+    /// Title words of the gold passages of each fitted row, then of each passage, without repetitions.
     words_of: Vec<Vec<usize>>,
     /// Of each row.
     fold_of: Vec<usize>,
@@ -332,7 +373,7 @@ struct Examples {
 }
 
 impl Examples {
-    fn new(rows: &[&QueryRow], titles: &HashMap<String, String>, segmenter: &WordSegmenter, max_rows: usize) -> Self {
+    fn new(rows: &[&QueryRow], passages: &[Passage], segmenter: &WordSegmenter, max_rows: usize) -> Self {
         let digests: Vec<u128> = rows.iter().map(|row| group_digest(FOLD_SEED, &row.group)).collect();
         let groups: Vec<u128> = digests.iter().copied().collect::<BTreeSet<_>>().into_iter().collect();
         let fold_of = |digest: &u128| groups.binary_search(digest).unwrap_or_default() % N_FOLDS;
@@ -342,20 +383,29 @@ impl Examples {
         let n_fitted =
             (max_rows..fitted.len()).find(|at| digests[fitted[*at]] != digests[fitted[at.saturating_sub(1)]]);
         fitted.truncate(n_fitted.unwrap_or(fitted.len()));
-        let title_words = TitleWords::new(titles, segmenter);
+        let title_words = TitleWords::new(passages, segmenter);
         let of_row = |row: &usize| features_of(segmenter, &rows[*row].original_query, &rows[*row].history_summary);
-        let features: Vec<BTreeSet<String>> = fitted.par_iter().map(of_row).collect();
+        let mut features: Vec<BTreeSet<String>> = fitted.par_iter().map(of_row).collect();
         let words = fitted.iter().map(|row| rows[*row].gold_ids.iter().flat_map(|id| title_words.of(id)).collect());
+        let passages = &passages[..passages.len().min(MAX_PASSAGES)];
+        let of_passage = |passage: &Passage| {
+            let text: String = passage.text.chars().take(MAX_PASSAGE_CHARS).collect();
+            features_of(segmenter, &text, "")
+        };
+        features.par_extend(passages.par_iter().map(of_passage));
+        let words = words.chain(passages.iter().map(|passage| title_words.of(&passage.id).into_iter().collect()));
         let (features, features_of) = numbered(features);
         let (words, words_of) = numbered(words.collect::<Vec<BTreeSet<String>>>());
         let words = words.iter().map(|word| title_words.form(word)).collect();
         Self { features, words, features_of, words_of, fold_of: digests.iter().map(fold_of).collect(), fitted }
     }
 
-    /// Fits a model for each title word of several of `rows`, which are positions in the fitted rows.
+    /// Fits a model for each title word of several examples: `rows`, which are positions in the fitted rows, and all passages.
     fn fit(&self, rows: &[usize]) -> Vec<Term> {
+        let passages = self.fitted.len()..self.features_of.len();
+        let rows: Vec<usize> = rows.iter().copied().chain(passages).collect();
         let rows_of_words = by_item(rows.iter().map(|row| &self.words_of[*row]), self.words.len());
-        let is_modelled = |word: &usize| (MIN_ROWS_OF_TERM..rows.len()).contains(&rows_of_words[*word].len());
+        let is_modelled = |word: &usize| (MIN_EXAMPLES_OF_TERM..rows.len()).contains(&rows_of_words[*word].len());
         let mut modelled: Vec<usize> = (0..self.words.len()).filter(is_modelled).collect();
         // On ties in alphabetical order.
         modelled.sort_by_key(|word| std::cmp::Reverse(rows_of_words[*word].len()));
@@ -398,17 +448,17 @@ struct TitleWords {
 }
 
 impl TitleWords {
-    fn new(titles: &HashMap<String, String>, segmenter: &WordSegmenter) -> Self {
+    fn new(passages: &[Passage], segmenter: &WordSegmenter) -> Self {
         let mut forms: HashMap<String, BTreeMap<String, usize>> = HashMap::new();
-        for title in titles.values() {
-            for piece in segmenter.pieces(title) {
+        for passage in passages {
+            for piece in segmenter.pieces(&passage.title) {
                 if let [word] = &segmenter.words(&fold(piece))[..] {
                     *forms.entry(word.clone()).or_default().entry(fold(piece).to_lowercase()).or_default() += 1;
                 }
             }
         }
-        let words = |(id, title): (&String, &String)| (id.clone(), segmenter.words(&fold(title)));
-        Self { words_of: titles.iter().map(words).collect(), forms }
+        let words = |passage: &Passage| (passage.id.clone(), segmenter.words(&fold(&passage.title)));
+        Self { words_of: passages.iter().map(words).collect(), forms }
     }
 
     fn of(&self, id: &str) -> Vec<String> {
@@ -450,12 +500,17 @@ mod tests {
         (0..48).map(row).collect()
     }
 
-    fn titles_of(titles: &[(&str, &str)]) -> HashMap<String, String> {
-        titles.iter().map(|(id, title)| ((*id).to_owned(), (*title).to_owned())).collect()
+    fn passages_of(titles: &[(&str, &str)]) -> Vec<Passage> {
+        let passage = |(id, title): &(&str, &str)| Passage {
+            id: (*id).to_owned(),
+            title: (*title).to_owned(),
+            text: "without further words".to_owned(),
+        };
+        titles.iter().map(passage).collect()
     }
 
-    fn titles() -> HashMap<String, String> {
-        titles_of(&[
+    fn passages() -> Vec<Passage> {
+        passages_of(&[
             ("saltpass-refund", "Saltpass: Refunds"),
             ("samphire-refund", "Samphire refunds"),
             ("saltpass-timetable", "Saltpass timetable"),
@@ -469,7 +524,12 @@ mod tests {
     }
 
     fn fitted(rows: &[QueryRow], max_terms: usize) -> Result<FittedExpansion, NoExpansion> {
-        ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &titles(), &english(), max_terms)
+        ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &passages(), &english(), max_terms)
+    }
+
+    /// All terms, the likely ones twice.
+    fn terms(model: &ExpansionModel, query: &str, history: &str) -> String {
+        model.terms(query, history).text(false)
     }
 
     fn sorted(terms: &str) -> Vec<&str> {
@@ -481,13 +541,50 @@ mod tests {
     #[test]
     fn words_of_the_users_predict_words_of_the_titles() {
         let model = fitted(&rows(), 10).unwrap().model;
-        let terms = model.terms("money back!", "bought a commuter pass");
-        assert_eq!(sorted(&terms), ["refunds", "refunds", "saltpass", "saltpass"], "twice, since both are probable");
-        let terms = model.terms("Which PIERS?", "bought a cabin");
-        assert!(terms.contains("samphire") && terms.contains("timetable") && !terms.contains("refunds"), "{terms}");
-        let unsure = model.terms("money back", "");
-        assert_eq!(unsure, "refunds refunds saltpass saltpass samphire", "the most probable first");
-        assert_eq!(fitted(&rows(), 1).unwrap().model.terms("money back", ""), "refunds refunds");
+        let of = |query, history| terms(&model, query, history);
+        assert_eq!(
+            sorted(&of("money back!", "bought a commuter pass")),
+            ["refunds", "refunds", "saltpass", "saltpass"]
+        );
+        let of_pier = of("Which PIERS?", "bought a cabin");
+        assert!(["samphire", "timetable"].iter().all(|term| of_pier.contains(term)), "{of_pier}");
+        assert!(!of_pier.contains("refunds"), "{of_pier}");
+        assert_eq!(terms(&fitted(&rows(), 1).unwrap().model, "money back", ""), "refunds refunds");
+    }
+
+    #[test]
+    fn terms_are_all_or_the_likely_ones() {
+        let terms = [("refunds", 0.9), ("saltpass", 0.5), ("samphire", 0.2)];
+        let terms = ExpansionTerms(terms.map(|(term, probability)| (term.to_owned(), probability)).into());
+        assert_eq!(terms.text(false), "refunds refunds saltpass samphire");
+        assert_eq!(terms.text(true), "refunds");
+    }
+
+    /// Words that no user has used are learned from the texts of passages.
+    #[test]
+    fn words_of_the_texts_predict_words_of_the_titles() {
+        let has_lantern = |text: &str| {
+            let mut passages = passages();
+            passages.extend((0..4).map(|number| Passage {
+                id: format!("lantern-{number}"),
+                title: format!("Lantern {number}"),
+                text: text.into(),
+            }));
+            let rows = rows();
+            let model = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &passages, &english(), 10).unwrap().model;
+            terms(&model, "bicycle", "").contains("lantern")
+        };
+        assert!(has_lantern("a place for bicycles") && !has_lantern("a place for horses"));
+    }
+
+    #[test]
+    fn characters_are_features_where_words_have_no_spaces() {
+        let chinese = WordSegmenter::of(Language::Zh, Vec::new());
+        let features = features_of(&chinese, "退票 ticket", "改签");
+        for feature in ["char:退", "char:退票", "char:改签", "char:签", "ticket", "history:改签"] {
+            assert!(features.contains(feature), "{feature}: {features:?}");
+        }
+        assert!(!features.iter().any(|feature| feature == "char:票改" || feature.contains("char:t")), "{features:?}");
     }
 
     #[test]
@@ -495,10 +592,15 @@ mod tests {
         let model = fitted(&rows(), 10).unwrap().model;
         let (query, history) = ("money back, at which pier?", "bought\na cabin");
         let terms = model.terms(query, history);
-        let of = |form| model.clone().with_form(form).expansion(query, history);
-        assert_eq!(of(ExpansionForm::WithHistory), format!("{query} bought a cabin {terms}"));
-        assert_eq!(of(ExpansionForm::WithoutHistory), format!("{query} {terms}"));
-        assert_eq!(ExpansionForm::WithHistory.text(query, "", ""), query);
+        let (all, likely) = (terms.text(false), terms.text(true));
+        let expected = [
+            format!("{query} {all}"),
+            format!("{query} bought a cabin {all}"),
+            format!("{query} {likely}"),
+            format!("{query} bought a cabin {likely}"),
+        ];
+        assert_eq!(ExpansionForm::ALL.map(|form| model.clone().with_form(form).expansion(query, history)), expected);
+        assert_eq!(ExpansionForm::ALL[1].text(query, "", &ExpansionTerms::default()), query);
     }
 
     #[test]
@@ -512,9 +614,10 @@ mod tests {
         rows.push(QueryRow { group: "alone".into(), gold_ids: Vec::new(), ..row(54, "zebra", "", "") });
         let FittedExpansion { model, out_of_fold, fitted } = fitted(&rows, 10).unwrap();
         assert_eq!(fitted.len(), 54);
-        assert!(model.terms("zebra", "").contains("piers"));
-        assert!(out_of_fold[48..].iter().all(|terms| !terms.contains("piers")), "{:?}", &out_of_fold[48..]);
-        assert_eq!(sorted(&out_of_fold[0]), ["refunds", "refunds", "saltpass", "saltpass"]);
+        assert!(terms(&model, "zebra", "").contains("piers"));
+        let without = |terms: &ExpansionTerms| !terms.text(false).contains("piers");
+        assert!(out_of_fold[48..].iter().all(without), "{:?}", &out_of_fold[48..]);
+        assert_eq!(sorted(&out_of_fold[0].text(false)), ["refunds", "refunds", "saltpass", "saltpass"]);
     }
 
     #[test]
@@ -537,13 +640,13 @@ mod tests {
                 row(number, if number % 2 == 0 { "航线卡怎么退" } else { "几点开船" }, "", ["pass", "time"][number % 2])
             })
             .collect();
-        let titles = titles_of(&[("pass", "航线卡退款"), ("time", "开船时间")]);
-        let model = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &titles, &chinese, 10).unwrap().model;
-        let model = model.with_form(ExpansionForm::WithoutHistory);
+        let passages = passages_of(&[("pass", "航线卡退款"), ("time", "开船时间")]);
+        let model = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &passages, &chinese, 10).unwrap().model;
+        let model = model.with_form(ExpansionForm::ALL[3]);
         model.write(&path).unwrap();
         let read = ExpansionModel::read(&path).unwrap();
         assert_eq!(read.file(), model.file());
-        let terms = model.terms("航线卡", "");
+        let terms = terms(&model, "航线卡", "");
         assert!(terms.contains("航线卡") && terms.contains("退款"), "{terms}");
         assert_eq!(read.expansion("我的航线卡", ""), model.expansion("我的航线卡", ""));
     }
@@ -557,22 +660,24 @@ mod tests {
             let error = ExpansionModel::read(&path).unwrap_err().to_string();
             assert!(error.contains(problem) && error.contains("--from convert"), "{error}");
         }
-        std::fs::write(&path, r#"{"format":1,"form":"title_words","title_words":[],"terms":[]}"#).unwrap();
+        std::fs::write(&path, r#"{"format":2,"form":"with_history","terms":[]}"#).unwrap();
         let error = ExpansionModel::read(&path).unwrap_err().to_string();
-        assert!(error.contains("has format 1") && error.contains("--from convert"), "{error}");
+        assert!(error.contains("has format 2") && error.contains("--from convert"), "{error}");
     }
 
     #[test]
     fn without_a_model_the_reason_is_given() {
         let without = |rows: &[QueryRow]| fitted(rows, 10).unwrap_err();
         assert_eq!(without(&rows()[..12]), NoExpansion::FewGroups(12));
-        let alone: Vec<QueryRow> = (0..30).map(|number| row(number, "refund", "", &format!("p{number}"))).collect();
+        let mut alone: Vec<QueryRow> = (0..30).map(|number| row(number, "refund", "", &format!("p{number}"))).collect();
+        assert_eq!(without(&alone), NoExpansion::NoTitles);
+        alone[0].gold_ids = vec!["pier".into()];
         assert_eq!(without(&alone), NoExpansion::NoSharedWord);
         let mut unknown = rows();
         unknown.iter_mut().for_each(|row| row.gold_ids.clear());
         assert_eq!(without(&unknown), NoExpansion::NoGoldIds);
         let rows = rows();
-        let untitled = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &HashMap::new(), &english(), 10);
+        let untitled = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &[], &english(), 10);
         assert_eq!(untitled.unwrap_err(), NoExpansion::NoTitles);
     }
 
@@ -582,23 +687,29 @@ mod tests {
             .map(|number| QueryRow { group: format!("g{}", number / 3), ..rows()[number % 48].clone() })
             .collect();
         let rows: Vec<&QueryRow> = rows.iter().collect();
-        let of = |max_rows| ExpansionModel::fit_at_most(max_rows, &rows, &titles(), &english(), 10).unwrap();
+        let of = |max_rows| ExpansionModel::fit_at_most(max_rows, &rows, &passages(), &english(), 10).unwrap();
         let FittedExpansion { out_of_fold, fitted, .. } = of(64);
         assert_eq!(fitted.len(), 66);
         let groups: HashSet<&str> = fitted.iter().map(|row| rows[*row].group.as_str()).collect();
         assert_eq!(groups.len(), 22);
-        assert!(out_of_fold.iter().all(|terms| !terms.is_empty()));
+        assert!(out_of_fold.iter().all(|terms| !terms.0.is_empty()));
         assert_eq!(of(90).fitted.len(), 90);
     }
 
     #[test]
-    fn titles_are_those_of_gold_passages() {
+    fn titled_passages_begin_with_gold_passages_in_an_order_of_their_own() {
         let (_folder, path) = crate::scratch_file("kb.jsonl");
-        let lines = r#"{"id": "a", "title": "Refunds", "text": "x"}
-{"id": "b", "text": "y"}
-{"id": "c", "title": "Piers", "text": "z"}
-"#;
-        std::fs::write(&path, lines).unwrap();
-        assert_eq!(read_titles(&path, &["a", "b"].into()).unwrap(), titles_of(&[("a", "Refunds")]));
+        let line = |number: usize| format!("{{\"id\": \"p{number}\", \"title\": \"T{number}\", \"text\": \"x\"}}\n");
+        let untitled = "{\"id\": \"b\", \"text\": \"y\"}\n";
+        let n = MAX_PASSAGES + 20;
+        let ids = |numbers: &mut dyn Iterator<Item = usize>| {
+            std::fs::write(&path, untitled.to_owned() + &numbers.map(line).collect::<String>()).unwrap();
+            let passages = read_titled_passages(&path, &["b", "p5", "p7"].into()).unwrap();
+            passages.into_iter().map(|passage| passage.id).collect::<Vec<String>>()
+        };
+        let read = ids(&mut (0..n));
+        assert_eq!(read[..2].iter().collect::<BTreeSet<_>>(), [&"p5".to_owned(), &"p7".to_owned()].into());
+        assert_eq!(read.len(), 2 + MAX_PASSAGES);
+        assert_eq!(ids(&mut (0..n).rev()), read);
     }
 }

@@ -9,11 +9,16 @@ use futures::{StreamExt, TryStreamExt};
 use querl_core::edits::EditParts;
 use querl_core::ports::{Progress, Retriever};
 use querl_core::records::{CallFailure, QueryRow, Split, ValidatedRecord};
-use querl_data::{DataError, ExpansionForm, ExpansionModel, FittedExpansion, RowSplits, WordSegmenter, read_titles};
+use querl_data::{
+    DataError, ExpansionForm, ExpansionModel, ExpansionTerms, FittedExpansion, RowSplits, WordSegmenter,
+    read_titled_passages,
+};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// Number of standard errors by which the terms must raise the mean reciprocal rank.
 const N_STANDARD_ERRORS: f64 = 2.0;
+
+const N_FORMS: usize = ExpansionForm::ALL.len();
 
 /// Number of rows from which a line is printed before the fit, which takes minutes for some thousands.
 const MANY_ROWS: usize = 1000;
@@ -47,11 +52,11 @@ pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn P
     let rows: Vec<&QueryRow> = all.iter().copied().filter(|row| splits.split_of(row) == Some(Split::Train)).collect();
     let gold_ids: HashSet<&str> = rows.iter().flat_map(|row| &row.gold_ids).map(String::as_str).collect();
     let segmenter = WordSegmenter::open(&config.retrieval)?;
-    let titles = read_titles(knowledge_base, &gold_ids)?;
+    let passages = read_titled_passages(knowledge_base, &gold_ids)?;
     if rows.len() >= MANY_ROWS {
         progress.line(&format!("fitting expansion terms on {} rows of train", rows.len()));
     }
-    let fitted = ExpansionModel::fit(&rows, &titles, &segmenter, config.data.expansion_terms);
+    let fitted = ExpansionModel::fit(&rows, &passages, &segmenter, config.data.expansion_terms);
     let FittedExpansion { model, out_of_fold, fitted } = match fitted {
         Ok(fitted) => fitted,
         Err(reason) => {
@@ -59,7 +64,8 @@ pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn P
             return Ok(Expansion::default());
         }
     };
-    let compared: Vec<(&QueryRow, &str)> = fitted.iter().map(|row| (rows[*row], out_of_fold[*row].as_str())).collect();
+    let compared: Vec<(&QueryRow, &ExpansionTerms)> =
+        fitted.iter().map(|row| (rows[*row], &out_of_fold[*row])).collect();
     let ranks = ranks(run, &compared)?;
     let looked_up: HashSet<&str> = ranks.iter().map(|ranks| ranks.id).collect();
     let ids = compared.iter().map(|(row, _)| row.id.as_str());
@@ -81,7 +87,7 @@ pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn P
     Ok(Expansion { used: Some(UsedExpansion { model, by_id }), failed })
 }
 
-fn text(form: ExpansionForm, row: &QueryRow, terms: &str) -> String {
+fn text(form: ExpansionForm, row: &QueryRow, terms: &ExpansionTerms) -> String {
     form.text(&row.original_query, &row.history_summary, terms)
 }
 
@@ -91,13 +97,13 @@ struct Ranks<'a> {
     group: &'a str,
     with_history: f64,
     /// In the order of [`ExpansionForm::ALL`].
-    expanded: [f64; 2],
+    expanded: [f64; N_FORMS],
 }
 
 /// Looks up each row with its history, and its expansion in each form, with these terms. Rows whose lookups fail are left out.
-fn ranks<'a>(run: &Run, rows: &[(&'a QueryRow, &str)]) -> anyhow::Result<Vec<Ranks<'a>>> {
+fn ranks<'a>(run: &Run, rows: &[(&'a QueryRow, &ExpansionTerms)]) -> anyhow::Result<Vec<Ranks<'a>>> {
     let retriever = run.retriever_until(interrupt::flag())?;
-    let rank = |(row, terms): &(&'a QueryRow, &str)| {
+    let rank = |(row, terms): &(&'a QueryRow, &ExpansionTerms)| {
         let (row, retriever) = (*row, retriever.as_ref());
         let expansions = ExpansionForm::ALL.map(|form| text(form, row, terms));
         async move {
@@ -117,7 +123,7 @@ fn ranks<'a>(run: &Run, rows: &[(&'a QueryRow, &str)]) -> anyhow::Result<Vec<Ran
 
 async fn ranks_of<'a>(
     row: &'a QueryRow,
-    expansions: &[String; 2],
+    expansions: &[String; N_FORMS],
     retriever: &dyn Retriever,
 ) -> Result<Ranks<'a>, CallFailure> {
     let mut known: Vec<(String, f64)> = Vec::new();
@@ -130,8 +136,10 @@ async fn ranks_of<'a>(
         Ok(rank)
     };
     let with_history = rank(&EditParts::from(row).expanded("")).await?;
-    let [first, second] = expansions;
-    let expanded = [rank(first).await?, rank(second).await?];
+    let mut expanded = [0.0; N_FORMS];
+    for (expanded, text) in expanded.iter_mut().zip(expansions) {
+        *expanded = rank(text).await?;
+    }
     Ok(Ranks { id: &row.id, group: &row.group, with_history, expanded })
 }
 
@@ -141,7 +149,7 @@ struct Comparison {
     n_groups: usize,
     with_history: f64,
     /// In the order of [`ExpansionForm::ALL`].
-    expanded: [f64; 2],
+    expanded: [f64; N_FORMS],
     best: ExpansionForm,
     /// Gain of the best expansion over the history.
     gain: f64,
@@ -154,9 +162,9 @@ impl Comparison {
         let (n_rows, n) = (ranks.len(), ranks.len().max(1) as f64);
         let mean = |of: &dyn Fn(&Ranks<'_>) -> f64| ranks.iter().map(of).sum::<f64>() / n;
         let with_history = mean(&|row| row.with_history);
-        let expanded = [0, 1].map(|form| mean(&|row| row.expanded[form]));
+        let expanded = std::array::from_fn(|form| mean(&|row| row.expanded[form]));
         // On ties the first form.
-        let best = usize::from(expanded[1] > expanded[0]);
+        let best = (1..N_FORMS).fold(0, |best, form| if expanded[form] > expanded[best] { form } else { best });
         let gain = expanded[best] - with_history;
         let mut by_group: BTreeMap<&str, f64> = BTreeMap::new();
         for row in ranks {
@@ -174,17 +182,23 @@ impl Comparison {
 
 impl std::fmt::Display for Comparison {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { n_rows, with_history, expanded: [history, query], gain, standard_error, .. } = self;
-        let result = match (self.shows_gain(), self.best) {
-            _ if self.n_groups < ExpansionModel::MIN_GROUPS => "not used, since too few lookups succeeded to compare",
-            (false, _) => "not used, since a gain is not shown",
-            (true, ExpansionForm::WithHistory) => "`&` is query, history and terms",
-            (true, ExpansionForm::WithoutHistory) => "`&` is query and terms",
+        let Self { n_rows, with_history, expanded: [all, all_and_history, likely, likely_and_history], .. } = self;
+        let Self { gain, standard_error, best, .. } = self;
+        let result = match self.shows_gain() {
+            _ if self.n_groups < ExpansionModel::MIN_GROUPS => {
+                "not used, since too few lookups succeeded to compare".into()
+            }
+            false => "not used, since a gain is not shown".into(),
+            true => {
+                let history = if best.with_history { ", history" } else { "" };
+                format!("`&` is query{history} and {}", if best.likely_terms { "likely terms" } else { "terms" })
+            }
         };
         write!(
             f,
-            "MRR of {n_rows} rows of train {with_history:.3} with query and history; with out-of-fold terms too {history:.3}, without history \
-             {query:.3} (best gain {gain:+.3}, standard error {standard_error:.3}): {result}"
+            "MRR of {n_rows} rows of train {with_history:.3} with query and history; with out-of-fold terms too {all_and_history:.3}, without \
+             history {all:.3}; with likely terms alone {likely_and_history:.3} and {likely:.3} (best gain {gain:+.3}, standard error \
+             {standard_error:.3}): {result}"
         )
     }
 }
@@ -206,7 +220,12 @@ mod tests {
     fn rows(gains: &[(String, f64)]) -> Vec<Ranks<'_>> {
         gains
             .iter()
-            .map(|(group, gain)| Ranks { id: group, group, with_history: 0.25, expanded: [0.25 + gain, 0.25] })
+            .map(|(group, gain)| Ranks {
+                id: group,
+                group,
+                with_history: 0.25,
+                expanded: [0.25, 0.25 + gain, 0.25, 0.0],
+            })
             .collect()
     }
 
@@ -222,8 +241,8 @@ mod tests {
         let repeated: Vec<_> = mixed.iter().flat_map(|row| vec![row.clone(); 4]).collect();
         assert!((compared(&repeated).standard_error - comparison.standard_error).abs() < 1e-12);
         let weak = compared(&ranks(&[0.5, -0.5, 0.5, -0.25]));
-        let text = "MRR of 20 rows of train 0.250 with query and history; with out-of-fold terms too 0.312, without history 0.250 (best gain \
-                    +0.062, standard error 0.100): not used, since a gain is not shown";
+        let text = "MRR of 20 rows of train 0.250 with query and history; with out-of-fold terms too 0.312, without history 0.250; with likely \
+                    terms alone 0.000 and 0.250 (best gain +0.062, standard error 0.100): not used, since a gain is not shown";
         assert_eq!(weak.to_string(), text);
     }
 
@@ -240,11 +259,21 @@ mod tests {
     fn the_best_form_is_chosen() {
         let gains = ranks(&[0.25; 4]);
         let mut rows = rows(&gains);
-        rows.iter_mut().for_each(|row| row.expanded[1] = 0.5);
-        assert_eq!(Comparison::of(&rows).best, ExpansionForm::WithHistory, "the first of equal ones");
-        rows.iter_mut().for_each(|row| row.expanded[1] = 0.75);
-        let comparison = Comparison::of(&rows);
-        assert_eq!((comparison.best, comparison.gain), (ExpansionForm::WithoutHistory, 0.5));
-        assert!(comparison.to_string().ends_with("`&` is query and terms"), "{comparison}");
+        let mut best = |form: usize, rank: f64| {
+            rows.iter_mut().for_each(|row| row.expanded[form] = rank);
+            let comparison = Comparison::of(&rows);
+            (comparison.best, comparison.gain, comparison.to_string())
+        };
+        let (form, gain, _) = best(0, 0.5);
+        assert_eq!((form, gain), (ExpansionForm::ALL[0], 0.25), "the first of equal ones");
+        for (form, rank, end) in [
+            (1, 0.625, "`&` is query, history and terms"),
+            (2, 0.75, "`&` is query and likely terms"),
+            (3, 0.875, "`&` is query, history and likely terms"),
+        ] {
+            let (best, gain, text) = best(form, rank);
+            assert_eq!((best, gain), (ExpansionForm::ALL[form], rank - 0.25));
+            assert!(text.ends_with(end), "{text}");
+        }
     }
 }
