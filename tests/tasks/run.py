@@ -29,6 +29,10 @@ LANGUAGES = {
     "ferries": "en",
     "ferries_2000": "en",
     "buergerservice": "en",
+    "service_desk": "zh",
+    "energy": "en",
+    "campus": "en",
+    "insurance": "en",
 }
 DOMAINS = {
     "telecom": "通信服务",
@@ -38,6 +42,10 @@ DOMAINS = {
     "ferries": "ferries",
     "buergerservice": "city administration",
     "ferries_2000": "ferries",
+    "service_desk": "公司内部服务台",
+    "energy": "energy cooperative",
+    "campus": "university services",
+    "insurance": "insurance",
 }
 # Tasks with the knowledge base and the base model of another. Their queries have a column `group`, so that queries of test may ask for passages
 # that queries of train ask for; without it, rows with the same gold passage are in one split.
