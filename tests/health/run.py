@@ -35,7 +35,7 @@ RL_WARNINGS = {
     "kl": "the policy drifts far from the SFT policy",
     "entropy": "the entropy has collapsed",
     "noise": "the entropy has risen",
-    "repeats": "most queries get the same rewrite",
+    "repeats": "most queries get the same response",
     "length": "the length of the responses drifts",
     "cut_off": "more than half of the responses are cut off",
     "no_hits": "retrieval finds nothing for any response",

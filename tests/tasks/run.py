@@ -131,7 +131,7 @@ def main():
     parser.add_argument("--label", default="run", help="name of the run directories, for runs with other --set")
     parser.add_argument("--querl", type=Path, default=ROOT / "target/release/querl")
     args = parser.parse_args()
-    pairs = ["rl-sft", "rl-raw", "rl-with_history", "rl-expanded", "rl-teacher", "sft-raw"]
+    pairs = ["rl-sft", "rl-raw", "rl-with_history", "rl-expanded", "rl-teacher", "sft-raw", "expanded-raw"]
     lines = []
     for name in args.tasks:
         folder = prepare(name, args.out.resolve(), args.querl)

@@ -10,8 +10,8 @@ use querl_core::edits::EditParts;
 use querl_core::ports::{Progress, Retriever};
 use querl_core::records::{CallFailure, QueryRow, Split, ValidatedRecord};
 use querl_data::{
-    DataError, ExpansionForm, ExpansionModel, ExpansionTerms, FittedExpansion, RowSplits, WordSegmenter,
-    read_titled_passages,
+    DataError, ExpansionForm, ExpansionModel, ExpansionTerms, FittedExpansion, RowSplits, TermSelection,
+    TitledPassages, WordSegmenter,
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -20,8 +20,11 @@ const N_STANDARD_ERRORS: f64 = 2.0;
 
 const N_FORMS: usize = ExpansionForm::ALL.len();
 
-/// Number of rows from which a line is printed before the fit, which takes minutes for some thousands.
-const MANY_ROWS: usize = 1000;
+/// Number of rows and passages from which a line is printed before the fit, which takes minutes for some thousands.
+const MANY_EXAMPLES: usize = 1000;
+
+/// Maximum number of lookups of a row: with the history, and in each form.
+pub(crate) const MAX_LOOKUPS_OF_TERMS: usize = 1 + N_FORMS;
 
 /// The expansions of a run.
 #[derive(Default)]
@@ -52,9 +55,10 @@ pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn P
     let rows: Vec<&QueryRow> = all.iter().copied().filter(|row| splits.split_of(row) == Some(Split::Train)).collect();
     let gold_ids: HashSet<&str> = rows.iter().flat_map(|row| &row.gold_ids).map(String::as_str).collect();
     let segmenter = WordSegmenter::open(&config.retrieval)?;
-    let passages = read_titled_passages(knowledge_base, &gold_ids)?;
-    if rows.len() >= MANY_ROWS {
-        progress.line(&format!("fitting expansion terms on {} rows of train", rows.len()));
+    let passages = TitledPassages::read(knowledge_base, &gold_ids)?;
+    let n_passages = passages.n_examples();
+    if rows.len() + n_passages >= MANY_EXAMPLES {
+        progress.line(&format!("fitting expansion terms on {} rows of train and {n_passages} passages", rows.len()));
     }
     let fitted = ExpansionModel::fit(&rows, &passages, &segmenter, config.data.expansion_terms);
     let FittedExpansion { model, out_of_fold, fitted } = match fitted {
@@ -191,14 +195,18 @@ impl std::fmt::Display for Comparison {
             false => "not used, since a gain is not shown".into(),
             true => {
                 let history = if best.with_history { ", history" } else { "" };
-                format!("`&` is query{history} and {}", if best.likely_terms { "likely terms" } else { "terms" })
+                let terms = match best.terms {
+                    TermSelection::All => "terms",
+                    TermSelection::Likely => "likely terms",
+                };
+                format!("`&` is query{history} and {terms}")
             }
         };
         write!(
             f,
             "MRR of {n_rows} rows of train {with_history:.3} with query and history; with out-of-fold terms too {all_and_history:.3}, without \
-             history {all:.3}; with likely terms alone {likely_and_history:.3} and {likely:.3} (best gain {gain:+.3}, standard error \
-             {standard_error:.3}): {result}"
+             history {all:.3}; with likely terms in place of all {likely_and_history:.3}, without history {likely:.3} (best gain {gain:+.3}, \
+             standard error {standard_error:.3}): {result}"
         )
     }
 }
@@ -242,7 +250,7 @@ mod tests {
         assert!((compared(&repeated).standard_error - comparison.standard_error).abs() < 1e-12);
         let weak = compared(&ranks(&[0.5, -0.5, 0.5, -0.25]));
         let text = "MRR of 20 rows of train 0.250 with query and history; with out-of-fold terms too 0.312, without history 0.250; with likely \
-                    terms alone 0.000 and 0.250 (best gain +0.062, standard error 0.100): not used, since a gain is not shown";
+                    terms in place of all 0.000, without history 0.250 (best gain +0.062, standard error 0.100): not used, since a gain is not shown";
         assert_eq!(weak.to_string(), text);
     }
 

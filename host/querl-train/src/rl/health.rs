@@ -51,7 +51,7 @@ const REWARD_CHANGE: f64 = 0.1;
 /// 0.01.
 const QUALITY_FALL: f64 = 0.05;
 
-/// Number of distinct responses per query below which most queries have one.
+/// Number of distinct rewrites per query below which most queries have one.
 const MIN_DISTINCT_PER_QUERY: f64 = 1.25;
 
 /// Change of the mean retrieval quality from the first interval to the last above which it explains longer or shorter responses.
@@ -117,7 +117,7 @@ impl Health {
             (
                 "repeats",
                 below(get("response/distinct_across_queries"), 0.2),
-                "most queries get the same rewrite: raise rl.kl_coef, and look at the reward plugin",
+                "most queries get the same response: raise rl.kl_coef, and look at the reward plugin",
             ),
             (
                 "probs",
@@ -139,7 +139,7 @@ impl Health {
                 if has_equal_samples {
                     "the samples of most queries are equal, and nothing is learned from them: raise rl.temperature or rl.n_samples; where SFT already writes the best rewrites, RL has nothing to add"
                 } else {
-                    "the samples of most queries all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin"
+                    "the samples of most queries differ and get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin"
                 },
             ),
             (
@@ -451,8 +451,8 @@ mod tests {
             texts(|_| metrics(&[&distinct[..], &[("reward_std", 0.1)]].concat()))
         };
         assert_eq!((of(2.0, 2.0), of(1.5, 0.5)), (String::new(), String::new()));
-        assert!(of(1.0, 1.0).contains("are equal") && !of(1.0, 1.0).contains("same rewrite"));
-        assert!(of(2.0, 0.1).contains("same rewrite") && !of(2.0, 0.1).contains("raise rl.temperature"));
+        assert!(of(1.0, 1.0).contains("are equal") && !of(1.0, 1.0).contains("same response"));
+        assert!(of(2.0, 0.1).contains("same response") && !of(2.0, 0.1).contains("raise rl.temperature"));
     }
 
     #[test]

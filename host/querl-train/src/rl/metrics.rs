@@ -34,6 +34,7 @@ use super::losses::{
 use super::rollout::{ResampledQueries, Rollout, RolloutBatch, Timings};
 use crate::Metrics;
 use querl_core::config::{AdvantageForm, KlPlacement, RlAlgorithm, RlConfig};
+use querl_core::edits::EXPAND;
 use querl_core::ports::{CallTimings, PluginActivity, RewardResults};
 use querl_core::records::{Candidate, EpisodeRecord, Hit, Reward, reciprocal_rank, retrieval_quality, win};
 use std::collections::{BTreeMap, BTreeSet};
@@ -257,20 +258,20 @@ pub(super) fn rollout_metrics(batch: &RolloutBatch) -> Metrics {
     metrics
 }
 
-/// Distinct responses: as a share of all responses and as a mean over queries; and distinct rewrites of the batch divided by its number of
-/// queries. A policy of edits may correctly answer most queries with one response (`=` or `&`): the rewrites are then different, and an
-/// unchanged query is a distinct rewrite of each query.
+/// Distinct responses as a share of all responses; distinct rewrites of a query as a mean over queries; and distinct responses of the batch
+/// divided by its number of queries. In the last metric the edits `=` and `&` are distinct responses of each query, because a policy of
+/// edits may correctly answer most queries with one of them.
 fn distinct_metrics(rollouts: &[Rollout]) -> Metrics {
     let of_batch: BTreeSet<&[u32]> = rollouts.iter().map(|rollout| rollout.example.response.as_slice()).collect();
-    let of_each: BTreeSet<(usize, &[u32])> =
-        rollouts.iter().map(|rollout| (rollout.group, rollout.example.response.as_slice())).collect();
-    let across: BTreeSet<(Option<usize>, &str)> = rollouts
+    let of_each: BTreeSet<(usize, &str)> =
+        rollouts.iter().map(|rollout| (rollout.group, rollout.record.episode.policy.rewrite.as_str())).collect();
+    let is_edit_of_its_query = |rollout: &Rollout| {
+        let episode = &rollout.record.episode;
+        episode.policy.rewrite == episode.query || episode.response.as_deref().map(str::trim) == Some(EXPAND)
+    };
+    let across: BTreeSet<(Option<usize>, &[u32])> = rollouts
         .iter()
-        .map(|rollout| {
-            let episode = &rollout.record.episode;
-            let rewrite = episode.policy.rewrite.as_str();
-            ((rewrite == episode.query).then_some(rollout.group), rewrite)
-        })
+        .map(|rollout| (is_edit_of_its_query(rollout).then_some(rollout.group), rollout.example.response.as_slice()))
         .collect();
     let queries: BTreeSet<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
     let n_queries = queries.len().max(1) as f64;
@@ -481,7 +482,9 @@ mod tests {
     fn responses_are_distinct_per_query_and_an_edit_is_no_repetition() {
         let rollout = |group: usize, response: u32, rewrite: &str| {
             let policy = Candidate::found_nothing(rewrite.into());
-            let episode = Episode { query: format!("q{group}"), policy, ..Episode::default() };
+            let text = ["=", "&\n", "+ x"][response as usize].to_owned();
+            let query = format!("q{group}");
+            let episode = Episode { query, policy, response: Some(text), ..Episode::default() };
             let outcome = Ok(Reward { total: 0.0, components: Vec::new() });
             Rollout {
                 example: Example { prompt: vec![1], response: vec![response] },
@@ -497,12 +500,16 @@ mod tests {
             let metrics = distinct_metrics(rollouts);
             ["ratio", "per_query", "across_queries"].map(|name| metrics[&format!("response/distinct_{name}")])
         };
-        let kept = [rollout(0, 7, "q0"), rollout(0, 7, "q0"), rollout(1, 7, "q1"), rollout(1, 8, "x")];
+        let kept = [rollout(0, 0, "q0"), rollout(0, 0, "q0"), rollout(1, 0, "q1"), rollout(1, 2, "q1 x")];
         assert_eq!(of(&kept), [0.5, 1.5, 1.5]);
-        let expanded = [rollout(0, 7, "q0 x"), rollout(0, 7, "q0 x"), rollout(1, 7, "q1 y"), rollout(1, 7, "q1 y")];
+        let expanded = [rollout(0, 1, "q0 y"), rollout(0, 1, "q0 y"), rollout(1, 1, "q1 z"), rollout(1, 1, "q1 z")];
         assert_eq!(of(&expanded), [0.25, 1.0, 1.0]);
-        let same = [rollout(0, 7, "x"), rollout(0, 7, "x"), rollout(1, 7, "x"), rollout(1, 7, "x")];
+        // A text that is added to each query.
+        let same = [rollout(0, 2, "q0 x"), rollout(0, 2, "q0 x"), rollout(1, 2, "q1 x"), rollout(1, 2, "q1 x")];
         assert_eq!(of(&same), [0.25, 1.0, 0.5]);
+        // Two edits with one rewrite: the expansion is the query.
+        let unchanged = [rollout(0, 0, "q0"), rollout(0, 1, "q0"), rollout(1, 0, "q1"), rollout(1, 1, "q1")];
+        assert_eq!(of(&unchanged), [0.5, 1.0, 2.0]);
     }
 
     #[test]
