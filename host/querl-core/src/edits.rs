@@ -26,7 +26,7 @@ pub const EXPAND: &str = "&";
 
 /// End of a message, without a full stop, that explains the syntax of responses and targets with `data.rewrite_form = "edit"`.
 pub const ARE_EDITS: &str = "are edits of the query (data.rewrite_form = \"edit\"): `=` keeps the query, `+ TEXT` adds to it, `&` is the query with \
-                             its history summary or expansion terms, `& TEXT` these and TEXT, other text replaces it (docs/data.md, \"Edits of the query\")";
+                             its history summary, expansion terms or both, `& TEXT` these and TEXT, other text replaces it (docs/data.md, \"Edits of the query\")";
 
 /// The response that adds `text` to the query.
 pub fn append(text: &str) -> String {

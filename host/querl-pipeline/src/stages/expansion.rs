@@ -186,28 +186,31 @@ impl Comparison {
 
 impl std::fmt::Display for Comparison {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { n_rows, with_history, expanded: [all, all_and_history, likely, likely_and_history], .. } = self;
-        let Self { gain, standard_error, best, .. } = self;
+        let Self { n_rows, with_history, gain, standard_error, .. } = self;
+        let of_forms = ExpansionForm::ALL.iter().zip(self.expanded);
+        let ranks: Vec<String> = of_forms.map(|(form, rank)| format!("{} {rank:.3}", name(*form))).collect();
         let result = match self.shows_gain() {
             _ if self.n_groups < ExpansionModel::MIN_GROUPS => {
                 "not used, since too few lookups succeeded to compare".into()
             }
             false => "not used, since a gain is not shown".into(),
-            true => {
-                let history = if best.with_history { ", history" } else { "" };
-                let terms = match best.terms {
-                    TermSelection::All => "terms",
-                    TermSelection::Likely => "likely terms",
-                };
-                format!("`&` is query{history} and {terms}")
-            }
+            true => format!("`&` is {}", name(self.best)),
         };
         write!(
             f,
-            "MRR of {n_rows} rows of train {with_history:.3} with query and history; with out-of-fold terms too {all_and_history:.3}, without \
-             history {all:.3}; with likely terms in place of all {likely_and_history:.3}, without history {likely:.3} (best gain {gain:+.3}, \
-             standard error {standard_error:.3}): {result}"
+            "MRR of {n_rows} rows of train with query and history {with_history:.3}; with out-of-fold terms: {} (best gain {gain:+.3}, standard error \
+             {standard_error:.3}): {result}",
+            ranks.join(", ")
         )
+    }
+}
+
+fn name(form: ExpansionForm) -> &'static str {
+    match (form.with_history, form.terms) {
+        (false, TermSelection::All) => "query and terms",
+        (true, TermSelection::All) => "query, history and terms",
+        (false, TermSelection::Likely) => "query and likely terms",
+        (true, TermSelection::Likely) => "query, history and likely terms",
     }
 }
 
@@ -249,8 +252,9 @@ mod tests {
         let repeated: Vec<_> = mixed.iter().flat_map(|row| vec![row.clone(); 4]).collect();
         assert!((compared(&repeated).standard_error - comparison.standard_error).abs() < 1e-12);
         let weak = compared(&ranks(&[0.5, -0.5, 0.5, -0.25]));
-        let text = "MRR of 20 rows of train 0.250 with query and history; with out-of-fold terms too 0.312, without history 0.250; with likely \
-                    terms in place of all 0.000, without history 0.250 (best gain +0.062, standard error 0.100): not used, since a gain is not shown";
+        let text = "MRR of 20 rows of train with query and history 0.250; with out-of-fold terms: query and terms 0.250, query, history and terms \
+                    0.312, query and likely terms 0.250, query, history and likely terms 0.000 (best gain +0.062, standard error 0.100): not used, \
+                    since a gain is not shown";
         assert_eq!(weak.to_string(), text);
     }
 
