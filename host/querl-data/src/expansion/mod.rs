@@ -44,6 +44,9 @@ const MAX_PASSAGE_CHARS: usize = 400;
 const N_FOLDS: usize = 5;
 /// Seed of the folds, which must not be those of the splits.
 const FOLD_SEED: u64 = 0x0065_7870_616e_6400;
+/// Seed of the choice of passages, which must not be that of the folds: a group may be named by its gold passage, and the rows of a fit are
+/// those of the groups with the smallest digests.
+const PASSAGE_SEED: u64 = FOLD_SEED + 1;
 /// Prefix of the features of words in the history.
 const OF_HISTORY: &str = "history:";
 /// Prefix of the features of characters and pairs of characters, where words are written without spaces.
@@ -355,7 +358,7 @@ impl TitledPassages {
                 gold_titles.insert(passage.id.clone(), passage.title.clone());
             }
             passage.text = passage.text.chars().take(MAX_PASSAGE_CHARS).collect();
-            examples.insert((group_digest(FOLD_SEED, &passage.id), passage.id.clone()), passage);
+            examples.insert((group_digest(PASSAGE_SEED, &passage.id), passage.id.clone()), passage);
             if examples.len() > MAX_PASSAGES {
                 examples.pop_last();
             }
@@ -425,11 +428,11 @@ impl Examples {
 
     /// Fits a model for each title word of several examples: `rows`, which are positions in the fitted rows, and all passages.
     fn fit(&self, rows: &[usize]) -> Vec<Term> {
-        let n_rows_of = |word: usize| rows.iter().filter(|row| self.words_of[**row].contains(&word)).count();
         let passages = self.fitted.len()..self.features_of.len();
         let examples: Vec<usize> = rows.iter().copied().chain(passages).collect();
         let examples_of_words = by_item(examples.iter().map(|at| &self.words_of[*at]), self.words.len());
         let n_examples_of = |word: usize| examples_of_words[word].len();
+        let n_rows_of = |word: usize| examples_of_words[word].partition_point(|at| (*at as usize) < rows.len());
         let is_modelled = |word: &usize| (MIN_EXAMPLES_OF_TERM..examples.len()).contains(&n_examples_of(*word));
         let mut modelled: Vec<usize> = (0..self.words.len()).filter(is_modelled).collect();
         // The words that users need most; on ties in alphabetical order.
@@ -744,6 +747,11 @@ mod tests {
         let titles = [("p5", "T5"), ("p7", "T7")].map(|(id, title)| (id.to_owned(), title.to_owned()));
         assert_eq!(all.gold_titles, titles.into());
         assert_eq!(all.examples.len(), MAX_PASSAGES);
+        assert_ne!(
+            group_digest(PASSAGE_SEED, "p1"),
+            group_digest(FOLD_SEED, "p1"),
+            "rows of a fit are chosen by the latter"
+        );
         assert!(all.examples.iter().all(|passage| passage.text.len() == MAX_PASSAGE_CHARS));
         assert_eq!(read((0..n).rev().map(line).collect(), &["p1"]).examples, all.examples);
         assert_eq!(read((0..20).map(line).collect(), &[]).examples.len(), 20);

@@ -139,7 +139,7 @@ impl Health {
                 if has_equal_samples {
                     "the samples of most queries are equal, and nothing is learned from them: raise rl.temperature or rl.n_samples; where SFT already writes the best rewrites, RL has nothing to add"
                 } else {
-                    "the samples of most queries differ and get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin"
+                    "the samples of most queries get one score, though not nearly all of them are equal, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin"
                 },
             ),
             (

@@ -267,7 +267,10 @@ fn distinct_metrics(rollouts: &[Rollout]) -> Metrics {
         rollouts.iter().map(|rollout| (rollout.group, rollout.record.episode.policy.rewrite.as_str())).collect();
     let is_edit_of_its_query = |rollout: &Rollout| {
         let episode = &rollout.record.episode;
-        episode.policy.rewrite == episode.query || episode.response.as_deref().map(str::trim) == Some(EXPAND)
+        let rewrite = episode.policy.rewrite.as_str();
+        // Of a policy that writes whole rewrites, `&` is the rewrite.
+        let is_expansion = rewrite != EXPAND && episode.response.as_deref().map(str::trim) == Some(EXPAND);
+        rewrite == episode.query || is_expansion
     };
     let across: BTreeSet<(Option<usize>, &[u32])> = rollouts
         .iter()
@@ -507,6 +510,9 @@ mod tests {
         // A text that is added to each query.
         let same = [rollout(0, 2, "q0 x"), rollout(0, 2, "q0 x"), rollout(1, 2, "q1 x"), rollout(1, 2, "q1 x")];
         assert_eq!(of(&same), [0.25, 1.0, 0.5]);
+        // `&` as a whole rewrite.
+        let whole = [rollout(0, 1, "&"), rollout(0, 1, "&"), rollout(1, 1, "&"), rollout(1, 1, "&")];
+        assert_eq!(of(&whole), [0.25, 1.0, 0.5]);
         // Two edits with one rewrite: the expansion is the query.
         let unchanged = [rollout(0, 0, "q0"), rollout(0, 1, "q0"), rollout(1, 0, "q1"), rollout(1, 1, "q1")];
         assert_eq!(of(&unchanged), [0.5, 1.0, 2.0]);
