@@ -33,7 +33,7 @@ const MIN_PROBABILITY: f64 = 0.1;
 const MIN_PROBABILITY_OF_LIKELY: f64 = 0.5;
 /// Number of examples, rows and passages, whose titles must have a word.
 const MIN_EXAMPLES_OF_TERM: usize = 3;
-/// Maximum number of words that are predicted: the most frequent ones.
+/// Maximum number of words that are predicted: those of most rows.
 const MAX_MODELLED_TERMS: usize = 500;
 /// Number of rows of a fit from which no further group is added.
 const MAX_ROWS: usize = 5000;
