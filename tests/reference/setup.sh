@@ -18,7 +18,7 @@ done
 
 # In this order: lora.py, sft.py, generation.py and classifiers.py read the checkpoints of decoders.py, control_tokens.py the tokenizers
 # of encoders.py.
-for script in decoders.py encoders.py lora.py sft.py ppo.py trl_golden.py template.py control_tokens.py replay.py generation.py fp8.py classifiers.py classification.py; do
+for script in decoders.py encoders.py lora.py sft.py ppo.py trl_golden.py template.py control_tokens.py replay.py generation.py fp8.py classifiers.py classification.py logistic.py word_weights.py; do
     .venv/bin/python "$script"
 done
 

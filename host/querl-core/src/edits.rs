@@ -8,7 +8,7 @@
 //! TEXT         TEXT
 //! ```
 //!
-//! The expansion of a query is the query and its history summary; in a run with expansion terms (`data.expansion_terms`), a text with these.
+//! The expansion of a query is the query and its history summary; in a run with learned expansions (`data.expansion_terms`), the text that was learned.
 
 use crate::config::RewriteForm;
 use crate::ports::{PluginFault, Prompts};
@@ -21,12 +21,12 @@ pub const VERSION: u32 = 2;
 pub const KEEP: &str = "=";
 /// Prefix of a response that appends a text to the query.
 pub const APPEND: &str = "+";
-/// Prefix of a response that stands for the expansion of the query: with the history summary, expansion terms, or both.
+/// Prefix of a response that stands for the expansion of the query: with the history summary, or as it was learned.
 pub const EXPAND: &str = "&";
 
 /// End of a message, without a full stop, that explains the syntax of responses and targets with `data.rewrite_form = "edit"`.
 pub const ARE_EDITS: &str = "are edits of the query (data.rewrite_form = \"edit\"): `=` keeps the query, `+ TEXT` adds to it, `&` is the query with \
-                             its history summary, expansion terms or both, `& TEXT` these and TEXT, other text replaces it (docs/data.md, \"Edits of the query\")";
+                             its history summary, or its learned expansion, `& TEXT` these and TEXT, other text replaces it (docs/data.md, \"Edits of the query\")";
 
 /// The response that adds `text` to the query.
 pub fn append(text: &str) -> String {
@@ -67,7 +67,7 @@ pub struct EditParts<'a> {
     pub query: &'a str,
     /// Summary of the conversation before the query; may be empty.
     pub history: &'a str,
-    /// Expansion of the query in a run with expansion terms; `None`: the query and its history.
+    /// Expansion of the query in a run with learned expansions; `None`: the query and its history.
     pub expansion: Option<&'a str>,
 }
 

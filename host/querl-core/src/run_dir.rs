@@ -70,7 +70,7 @@ paths! {
     validated: "data/validated.jsonl",
     /// Rows that the filters dropped, with reasons.
     dropped: "data/dropped.jsonl",
-    /// The model of expansion terms, in runs that use them.
+    /// The model of expansions, in runs that use them.
     expansion: "data/expansion.json",
     /// The fine-tuning stage's folder; `best` and `last` are checkpoints in it.
     sft: "sft",

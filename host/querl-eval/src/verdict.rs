@@ -12,7 +12,7 @@ const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeSco
 const RIVALS: [(&str, &str); 3] = [("raw", "the raw queries"), ("sft", "SFT"), ("teacher", "the teacher")];
 /// Queries with additions that need no policy; the one that RL is least shown to beat is compared.
 const UNTRAINED: [(&str, &str); 2] =
-    [("expanded", "the queries with their expansion terms"), ("with_history", "the queries with their history")];
+    [("expanded", "the queries with their expansions"), ("with_history", "the queries with their history")];
 
 /// The result of RL compared with one other system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -385,7 +385,7 @@ mod tests {
             }
             rl_verdict(&evaluation)
         };
-        let rule = "the queries with their expansion terms";
+        let rule = "the queries with their expansions";
         let said = of(NotShown, Better);
         assert!(said[0].contains(&format!("is not shown to differ from {rule} (+1.0 [")), "{said:?}");
         assert!(said[2].ends_with(&format!("is not shown to be better than {rule}.")), "{said:?}");

@@ -54,8 +54,8 @@ fn expansions(project: &Project, split: &str) -> Vec<(Value, String)> {
 fn words_of_the_titles_are_predicted_where_they_retrieve_more() {
     let project = project();
     let said = convert(&project, &[]);
-    assert!(said.contains("convert: expansion terms: MRR of 96 rows of train "), "{said}");
-    assert!(said.contains(": `&` is query and terms\n"), "{said}");
+    assert!(said.contains("convert: expansions: MRR of 96 rows of train "), "{said}");
+    assert!(said.contains(": `&` is query, history and terms\n"), "{said}");
     for split in ["train", "val", "test"] {
         for (row, expansion) in expansions(&project, split) {
             let gold = row["gold_ids"][0].as_str().unwrap().to_lowercase();
@@ -71,7 +71,7 @@ fn words_of_the_titles_are_predicted_where_they_retrieve_more() {
     // Without them the file of the earlier result is gone.
     let said = convert(&project, &["--set", "data.expansion_terms=0"]);
     assert!(
-        said.contains("convert: running (data.expansion_terms changed)") && !said.contains("expansion terms:"),
+        said.contains("convert: running (data.expansion_terms changed)") && !said.contains("expansions:"),
         "{said}"
     );
     assert!(!project.path("run/data/expansion.json").exists());
@@ -158,11 +158,11 @@ async fn servers_deployments_and_exports_have_the_terms_of_eval() {
     let (text, entries) = (project.read("run/data/expansion.json"), project.read("run/stages.json"));
     let digest = || querl_core::fsx::digest_file(&model).unwrap();
     let current = digest();
-    std::fs::write(&model, text.replacen(r#""format": 3"#, r#""format": 2"#, 1)).unwrap();
+    std::fs::write(&model, text.replacen(r#""format": 4"#, r#""format": 3"#, 1)).unwrap();
     std::fs::write(&ledger, entries.replace(&current, &digest())).unwrap();
     for args in [&["deploy", "run", "--out", "other"][..], &["serve", "rewrite", "run", "--addr", "127.0.0.1:0"]] {
         let refused = project.querl(args);
-        assert!(refused.code == Some(2) && refused.stderr.contains("expansion.json: has format 2"), "{refused:#?}");
+        assert!(refused.code == Some(2) && refused.stderr.contains("expansion.json: has format 3"), "{refused:#?}");
     }
     std::fs::write(&model, text).unwrap();
     std::fs::write(&ledger, entries).unwrap();
@@ -170,7 +170,7 @@ async fn servers_deployments_and_exports_have_the_terms_of_eval() {
     project.querl(&support::with_sets(&["convert", "querl.toml"], &["data.expansion_terms=0"])).ok();
     let refused = project.querl(&["serve", "rewrite", "run", "--addr", "127.0.0.1:0"]);
     assert_eq!(refused.code, Some(2), "{refused:#?}");
-    let problem = "run/data/expansion.json: is missing, the model of expansion terms with which `rl` was trained; put it back by `querl convert CONFIG --from convert`";
+    let problem = "run/data/expansion.json: is missing, the model of expansions with which `rl` was trained; put it back by `querl convert CONFIG --from convert`";
     assert!(refused.stderr.contains(problem), "{refused:#?}");
     damage(&project.path("deployment/tenants/fivedoctors/data/expansion.json"));
     let refused = project.querl(&["serve", "rewrite", "deployment", "--addr", "127.0.0.1:0"]);

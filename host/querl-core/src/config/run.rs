@@ -95,11 +95,11 @@ section! {
         /// Seed of the split, separate from `seed`, so that runs with other seeds share a test set.
         split_seed: u64 = 42,
         /// What the policy writes: `full`, the whole search text; `edit`, `=` to keep the query, `+ TEXT` to add to it, `& TEXT` to add the history
-        /// summary or expansion terms and TEXT (which may be missing), or the whole text. The targets of fine-tuning are then the form that retrieves most. With a small model
+        /// summary or write the learned expansion, and TEXT (which may be missing), or the whole text. The targets of fine-tuning are then the form that retrieves most. With a small model
         /// (`hidden_size` below 512) the default is `edit`, unless `retrieval.kind` is `none`.
         rewrite_form: RewriteForm = RewriteForm::Full,
         /// With `rewrite_form = "edit"`: maximum number of distinct expansion terms in the text that `&` stands for: words of passage titles that
-        /// query and history predict. Used only if they retrieve more on train (docs/data.md). 0: none.
+        /// query and history predict. 0: no learned expansions, in which words of the query may be weighted too. Used only if they retrieve more on train (docs/data.md).
         #[schemars(range(max = 100))]
         expansion_terms: usize = 10,
         /// Full-width letters, digits and spaces of queries, profiles and histories as half-width ones: `keep` changes nothing,
@@ -287,7 +287,7 @@ pub struct ModelConfig {
 section! {
     /// Evaluation.
     EvalConfig {
-        /// Any of `raw` (the user's words), `with_history` (these and the history summary), `expanded` (the text with expansion terms that `&` stands for), `prompted` and `hyde` (the base model without training: a rewrite, and a pseudo-answer as the
+        /// Any of `raw` (the user's words), `with_history` (these and the history summary), `expanded` (the learned expansion that `&` stands for), `prompted` and `hyde` (the base model without training: a rewrite, and a pseudo-answer as the
         /// search text), `teacher`, `sft`, `best_of_n`, `rl`.
         systems: Vec<String> = ["raw", "teacher", "sft", "rl"].map(String::from).into(),
         /// Number of beams for the answers of trained models; 1 is greedy decoding.

@@ -41,7 +41,7 @@ pub struct QueryRow {
     pub gold_ids: Vec<String>,
     /// Rows of one group (paraphrases of one query) are in the same split.
     pub group: String,
-    /// What the edit `&` stands for in a run with expansion terms; `None` in other runs, and before `convert`.
+    /// What the edit `&` stands for in a run with learned expansions; `None` in other runs, and before `convert`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expansion: Option<String>,
 }

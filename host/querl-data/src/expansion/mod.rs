@@ -1,11 +1,12 @@
-//! Expansion terms: title words of passages that a query and its history predict, as in supervised query expansion. One logistic regression
-//! for each title word of several examples: rows of train, whose words of query and history predict the titles of their gold passages, and
-//! passages, whose texts predict their own titles.
+//! Expansions of queries, as in supervised query expansion: weighted words of query and history ([`weighting`]), and expansion terms, which
+//! are title words of passages that query and history predict. One logistic regression for each title word of several examples: rows of train,
+//! whose words of query and history predict the titles of their gold passages, and passages, whose texts predict their own titles.
 //!
-//! Input: rows with gold ids, passages with titles. Output: an [`ExpansionModel`], and for each row the terms of a model that was fitted
+//! Input: rows with gold ids, passages. Output: an [`ExpansionModel`], and for each row the parts of an expansion by a model that was fitted
 //! without the row's group.
 
 mod logistic;
+mod weighting;
 
 use crate::dataset::splits::group_digest;
 use crate::error::DataError;
@@ -22,6 +23,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
+use weighting::{WeightedRow, Weighting, WordWeights};
 
 /// C of scikit-learn: the inverse of the weight of the L1 penalty.
 const C: f64 = 30.0;
@@ -30,7 +32,7 @@ const TOLERANCE: f64 = 0.3;
 /// Probability above which a word is an expansion term.
 const MIN_PROBABILITY: f64 = 0.1;
 /// Probability above which a term is likely.
-const MIN_PROBABILITY_OF_LIKELY: f64 = 0.5;
+const MIN_PROBABILITY_OF_LIKELY: f64 = 0.8;
 /// Number of examples, rows and passages, whose titles must have a word.
 const MIN_EXAMPLES_OF_TERM: usize = 3;
 /// Maximum number of words that are predicted: those of most rows.
@@ -52,7 +54,7 @@ const OF_HISTORY: &str = "history:";
 /// Prefix of the features of characters and pairs of characters, where words are written without spaces.
 const OF_CHARACTERS: &str = "char:";
 
-/// A model of expansion terms.
+/// A model of expansions.
 #[derive(Debug, Clone)]
 pub struct ExpansionModel {
     segmenter: WordSegmenter,
@@ -62,6 +64,7 @@ pub struct ExpansionModel {
     terms: Vec<(String, f32)>,
     /// Positions of terms with their weights, by feature.
     by_feature: HashMap<String, Vec<(usize, f32)>>,
+    weights: WordWeights,
 }
 
 /// The model's file. It has all that segmentation depends on, so that a deployment needs no other file.
@@ -74,6 +77,7 @@ struct ExpansionFile {
     max_terms: usize,
     form: ExpansionForm,
     terms: Vec<Term>,
+    word_weights: WordWeights,
 }
 
 /// What a file of any version has.
@@ -97,63 +101,74 @@ struct Term {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TermSelection {
+    /// No terms.
+    None,
     /// All terms; likely ones are written twice in a row, so that retrieval gives them twice the weight.
     All,
-    /// Only the terms that are more probable than not, once.
+    /// Only the likely terms, once.
     Likely,
 }
 
-/// What an expansion has in addition to the query.
+/// What an expansion is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExpansionForm {
-    /// It has the history summary.
-    pub with_history: bool,
+    /// The words of query and history are weighted.
+    pub is_weighted: bool,
     /// The terms that it has.
     pub terms: TermSelection,
 }
 
 impl ExpansionForm {
-    /// All forms.
-    pub const ALL: [Self; 4] = [
-        Self { with_history: false, terms: TermSelection::All },
-        Self { with_history: true, terms: TermSelection::All },
-        Self { with_history: false, terms: TermSelection::Likely },
-        Self { with_history: true, terms: TermSelection::Likely },
+    /// All forms but the query and its history as they are.
+    pub const ALL: [Self; 5] = [
+        Self { is_weighted: false, terms: TermSelection::All },
+        Self { is_weighted: false, terms: TermSelection::Likely },
+        Self { is_weighted: true, terms: TermSelection::None },
+        Self { is_weighted: true, terms: TermSelection::All },
+        Self { is_weighted: true, terms: TermSelection::Likely },
     ];
 
-    /// The expansion with these terms.
-    pub fn text(self, query: &str, history: &str, terms: &ExpansionTerms) -> String {
-        let terms = terms.text(self.terms);
-        if self.with_history { with_history(query, history, &terms) } else { joined(&[query, &terms]) }
+    /// The expansion with these parts.
+    pub fn text(self, query: &str, history: &str, parts: &ExpansionParts) -> String {
+        let terms = parts.terms(self.terms);
+        if self.is_weighted { joined(&[&parts.weighted, &terms]) } else { with_history(query, history, &terms) }
     }
 }
 
-/// Expansion terms of a query with their probabilities, the most probable first.
+/// What expansions of a query are made of.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct ExpansionTerms(Vec<(String, f64)>);
+pub struct ExpansionParts {
+    /// The query and its history with weighted words: those of small weights are left out, those of large ones written twice.
+    weighted: String,
+    /// Expansion terms with their probabilities, the most probable first.
+    terms: Vec<(String, f64)>,
+}
 
-impl ExpansionTerms {
+impl ExpansionParts {
     /// The selected terms, separated by spaces.
-    fn text(&self, selection: TermSelection) -> String {
+    fn terms(&self, selection: TermSelection) -> String {
         let count = |probability: f64| {
             let is_likely = probability > MIN_PROBABILITY_OF_LIKELY;
             match selection {
+                TermSelection::None => 0,
                 TermSelection::All => 1 + usize::from(is_likely),
                 TermSelection::Likely => usize::from(is_likely),
             }
         };
-        let terms = self.0.iter().flat_map(|(term, probability)| vec![term.as_str(); count(*probability)]);
+        let terms = self.terms.iter().flat_map(|(term, probability)| vec![term.as_str(); count(*probability)]);
         terms.collect::<Vec<_>>().join(" ")
     }
 }
 
-/// A model, and expansion terms of the rows of train.
+/// A model, and the parts of expansions of the rows of train.
 #[derive(Debug)]
 pub struct FittedExpansion {
     /// The model, fitted on all of the rows.
     pub model: ExpansionModel,
-    /// Out-of-fold terms of each row: of a model that was fitted without a fifth of the groups, to which the row belongs.
-    pub out_of_fold: Vec<ExpansionTerms>,
+    /// Why the model has no expansion terms.
+    pub no_terms: Option<NoTerms>,
+    /// Out-of-fold parts of each row: of a model that was fitted without a fifth of the groups, to which the row belongs.
+    pub out_of_fold: Vec<ExpansionParts>,
     /// Positions of the rows that were fitted.
     pub fitted: Vec<usize>,
 }
@@ -164,15 +179,20 @@ pub enum NoExpansion {
     /// No row has gold ids.
     #[error("no row of train has gold ids; name their column in data.gold_column")]
     NoGoldIds,
-    /// The gold passages have no titles.
-    #[error("the gold passages have no titles; add a `title` to the passages of retrieval.knowledge_base")]
-    NoTitles,
     /// The rows with gold ids are of too few groups.
     #[error(
         "train has {0} group(s) of rows with gold ids, expected at least {min}; add queries about more passages, or name a column of groups in data.group_column",
         min = ExpansionModel::MIN_GROUPS
     )]
     FewGroups(usize),
+}
+
+/// Why a model has no expansion terms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NoTerms {
+    /// The gold passages have no titles.
+    #[error("the gold passages have no titles; add a `title` to the passages of retrieval.knowledge_base")]
+    NoTitles,
     /// No word is in the titles of several examples.
     #[error(
         "no title word occurs in {MIN_EXAMPLES_OF_TERM} examples, which are the rows of train (by the titles of their gold passages) and the passages; add queries about the same passages"
@@ -182,11 +202,11 @@ pub enum NoExpansion {
 
 impl ExpansionModel {
     /// Version of the file and of what terms are.
-    pub const FORMAT: u32 = 3;
+    pub const FORMAT: u32 = 4;
     /// Number of groups of rows below which no model is fitted, and no expansions are compared.
     pub const MIN_GROUPS: usize = 20;
 
-    fn new(segmenter: WordSegmenter, max_terms: usize, terms: Vec<Term>) -> Self {
+    fn new(segmenter: WordSegmenter, max_terms: usize, terms: Vec<Term>, weights: WordWeights) -> Self {
         let mut by_feature: HashMap<String, Vec<(usize, f32)>> = HashMap::new();
         let mut intercepts = Vec::new();
         for (position, Term { term, intercept, weights }) in terms.into_iter().enumerate() {
@@ -195,16 +215,16 @@ impl ExpansionModel {
                 by_feature.entry(feature).or_default().push((position, weight));
             }
         }
-        Self { segmenter, max_terms, form: ExpansionForm::ALL[0], terms: intercepts, by_feature }
+        Self { segmenter, max_terms, form: ExpansionForm::ALL[0], terms: intercepts, by_feature, weights }
     }
 
     /// Fits a model on the rows of train that have gold ids, and on passages.
     ///
     /// # Errors
-    /// No row has gold ids, no gold passage a title, the rows are of too few groups, or no title word occurs in several examples.
+    /// No row has gold ids, or the rows are of too few groups.
     pub fn fit(
         rows: &[&QueryRow],
-        passages: &TitledPassages,
+        passages: &ExamplePassages,
         segmenter: &WordSegmenter,
         max_terms: usize,
     ) -> Result<FittedExpansion, NoExpansion> {
@@ -214,35 +234,43 @@ impl ExpansionModel {
     fn fit_at_most(
         max_rows: usize,
         rows: &[&QueryRow],
-        passages: &TitledPassages,
+        passages: &ExamplePassages,
         segmenter: &WordSegmenter,
         max_terms: usize,
     ) -> Result<FittedExpansion, NoExpansion> {
         let groups: HashSet<&str> =
             rows.iter().filter(|row| !row.gold_ids.is_empty()).map(|row| row.group.as_str()).collect();
-        match (groups.len(), passages.gold_titles.is_empty()) {
-            (0, _) => return Err(NoExpansion::NoGoldIds),
-            (_, true) => return Err(NoExpansion::NoTitles),
-            (n_groups, _) if n_groups < Self::MIN_GROUPS => return Err(NoExpansion::FewGroups(n_groups)),
+        match groups.len() {
+            0 => return Err(NoExpansion::NoGoldIds),
+            n_groups if n_groups < Self::MIN_GROUPS => return Err(NoExpansion::FewGroups(n_groups)),
             _ => {}
         }
         let examples = Examples::new(rows, passages, segmenter, max_rows);
-        let model = |terms| Self::new(segmenter.clone(), max_terms, terms);
-        let whole = model(examples.fit(&(0..examples.fitted.len()).collect::<Vec<_>>()));
-        if whole.terms.is_empty() {
-            return Err(NoExpansion::NoSharedWord);
-        }
-        let mut out_of_fold = vec![ExpansionTerms::default(); rows.len()];
+        let weighted_row = |at: &usize| {
+            let row = rows[*at];
+            let history = recent_history(&row.history_summary);
+            WeightedRow { query: &row.original_query, history, group: &row.group, gold_ids: &row.gold_ids }
+        };
+        let weighted_rows: Vec<WeightedRow<'_>> = examples.fitted.iter().map(weighted_row).collect();
+        let weighting = Weighting::new(&weighted_rows, &passages.examples, passages.gold.values(), segmenter);
+        let model = |rows: &[usize]| Self::new(segmenter.clone(), max_terms, examples.fit(rows), weighting.fit(rows));
+        let whole = model(&(0..examples.fitted.len()).collect::<Vec<_>>());
+        let no_terms = match whole.terms.is_empty() {
+            true if !passages.gold.values().any(has_title) => Some(NoTerms::NoTitles),
+            true => Some(NoTerms::NoSharedWord),
+            false => None,
+        };
+        let mut out_of_fold = vec![ExpansionParts::default(); rows.len()];
         for fold in 0..N_FOLDS {
             let is_held_out = |row: &usize| examples.fold_of[*row] == fold;
             let others: Vec<usize> =
                 (0..examples.fitted.len()).filter(|at| !is_held_out(&examples.fitted[*at])).collect();
-            let without = model(examples.fit(&others));
+            let without = model(&others);
             for row in (0..rows.len()).filter(is_held_out) {
-                out_of_fold[row] = without.terms(&rows[row].original_query, &rows[row].history_summary);
+                out_of_fold[row] = without.parts(&rows[row].original_query, &rows[row].history_summary);
             }
         }
-        Ok(FittedExpansion { model: whole, out_of_fold, fitted: examples.fitted })
+        Ok(FittedExpansion { model: whole, no_terms, out_of_fold, fitted: examples.fitted })
     }
 
     /// Reads a model from its file.
@@ -253,7 +281,7 @@ impl ExpansionModel {
         let bytes = std::fs::read(path).map_err(|error| DataError::read(path, error))?;
         let invalid = |error| {
             let remedy = "put the file of the run back, or run `querl convert CONFIG --from convert` to make it again";
-            DataError::file(path, format!("is not a model of expansion terms: {error}; {remedy}"))
+            DataError::file(path, format!("is not a model of expansions: {error}; {remedy}"))
         };
         let FileFormat { format } = serde_json::from_slice(&bytes).map_err(invalid)?;
         if format != Self::FORMAT {
@@ -265,7 +293,7 @@ impl ExpansionModel {
         }
         let file: ExpansionFile = serde_json::from_slice(&bytes).map_err(invalid)?;
         let segmenter = WordSegmenter::of(file.language, file.dictionary);
-        Ok(Self::new(segmenter, file.max_terms, file.terms).with_form(file.form))
+        Ok(Self::new(segmenter, file.max_terms, file.terms, file.word_weights).with_form(file.form))
     }
 
     /// Writes the model to a file.
@@ -295,6 +323,7 @@ impl ExpansionModel {
             max_terms: self.max_terms,
             form: self.form,
             terms,
+            word_weights: self.weights.clone(),
         }
     }
 
@@ -306,7 +335,7 @@ impl ExpansionModel {
 
     /// The expansion of a query: what `&` stands for.
     pub fn expansion(&self, query: &str, history: &str) -> String {
-        self.form.text(query, history, &self.terms(query, history))
+        self.form.text(query, history, &self.parts(query, history))
     }
 
     /// Number of words that are predicted.
@@ -314,8 +343,17 @@ impl ExpansionModel {
         self.terms.len()
     }
 
-    /// Expansion terms of a query and its history.
-    fn terms(&self, query: &str, history: &str) -> ExpansionTerms {
+    /// The parts of the expansions of a query.
+    fn parts(&self, query: &str, history: &str) -> ExpansionParts {
+        let weighted = |text: &str, is_history: bool| self.weights.weighted(&self.segmenter, text, is_history);
+        let (of_query, of_history) = (weighted(query, false), weighted(&recent_history(history), true));
+        // A query of words that count little is searched as it is.
+        let of_query = if of_query.is_empty() { query } else { &of_query };
+        ExpansionParts { weighted: joined(&[of_query, &of_history]), terms: self.terms(query, history) }
+    }
+
+    /// Expansion terms of a query and its history, with their probabilities.
+    fn terms(&self, query: &str, history: &str) -> Vec<(String, f64)> {
         let mut logits: Vec<f64> = self.terms.iter().map(|(_, intercept)| f64::from(*intercept)).collect();
         for feature in features_of(&self.segmenter, query, history) {
             for (term, weight) in self.by_feature.get(&feature).into_iter().flatten() {
@@ -329,47 +367,53 @@ impl ExpansionModel {
         found.sort_by(|(_, one), (_, other)| other.total_cmp(one));
         found.truncate(self.max_terms);
         let with_word = |(term, probability): (usize, f64)| (self.terms[term].0.clone(), probability);
-        ExpansionTerms(found.into_iter().map(with_word).collect())
+        found.into_iter().map(with_word).collect()
     }
 }
 
-/// Passages with titles.
+/// Passages that a model is fitted on, with the first characters of their texts.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct TitledPassages {
-    /// Titles of the gold passages by id.
-    gold_titles: HashMap<String, String>,
-    /// The passages that a model is fitted on, with the first characters of their texts. They depend neither on the order of the file nor
-    /// on what is gold, so that the gold passages of queries of train are as probable among them as those of other queries.
+pub struct ExamplePassages {
+    /// Gold passages by id.
+    gold: BTreeMap<String, Passage>,
+    /// Passages that depend neither on the order of the file nor on what is gold, so that the gold passages of queries of train are as probable
+    /// among them as those of other queries.
     examples: Vec<Passage>,
 }
 
-impl TitledPassages {
-    /// Reads passages with titles, those that a model is fitted on and those that are gold passages of rows.
+impl ExamplePassages {
+    /// Reads the passages that a model is fitted on, and the gold passages of rows.
     ///
     /// # Errors
     /// As [`read_passages`](crate::read_passages).
     pub fn read(knowledge_base: &Path, gold_ids: &HashSet<&str>) -> Result<Self, DataError> {
-        let (mut gold_titles, mut examples) = (HashMap::new(), BTreeMap::new());
+        let (mut gold, mut examples) = (BTreeMap::new(), BTreeMap::new());
         scan_passages(knowledge_base, |mut passage| {
-            if passage.title.trim().is_empty() {
-                return;
-            }
-            if gold_ids.contains(passage.id.as_str()) {
-                gold_titles.insert(passage.id.clone(), passage.title.clone());
-            }
             passage.text = passage.text.chars().take(MAX_PASSAGE_CHARS).collect();
+            if gold_ids.contains(passage.id.as_str()) {
+                gold.insert(passage.id.clone(), passage.clone());
+            }
             examples.insert((group_digest(PASSAGE_SEED, &passage.id), passage.id.clone()), passage);
             if examples.len() > MAX_PASSAGES {
                 examples.pop_last();
             }
         })?;
-        Ok(Self { gold_titles, examples: examples.into_values().collect() })
+        Ok(Self { gold, examples: examples.into_values().collect() })
+    }
+
+    /// Example passages with titles.
+    fn titled(&self) -> impl Iterator<Item = &Passage> {
+        self.examples.iter().filter(|passage| has_title(passage))
     }
 
     /// Number of passages that a model is fitted on.
     pub fn n_examples(&self) -> usize {
         self.examples.len()
     }
+}
+
+fn has_title(passage: &Passage) -> bool {
+    !passage.title.trim().is_empty()
 }
 
 /// Distinct features, in alphabetical order.
@@ -403,7 +447,7 @@ struct Examples {
 }
 
 impl Examples {
-    fn new(rows: &[&QueryRow], passages: &TitledPassages, segmenter: &WordSegmenter, max_rows: usize) -> Self {
+    fn new(rows: &[&QueryRow], passages: &ExamplePassages, segmenter: &WordSegmenter, max_rows: usize) -> Self {
         let digests: Vec<u128> = rows.iter().map(|row| group_digest(FOLD_SEED, &row.group)).collect();
         let groups: Vec<u128> = digests.iter().copied().collect::<BTreeSet<_>>().into_iter().collect();
         let fold_of = |digest: &u128| groups.binary_search(digest).unwrap_or_default() % N_FOLDS;
@@ -417,9 +461,9 @@ impl Examples {
         let of_row = |row: &usize| features_of(segmenter, &rows[*row].original_query, &rows[*row].history_summary);
         let mut features: Vec<BTreeSet<String>> = fitted.par_iter().map(of_row).collect();
         let words = fitted.iter().map(|row| rows[*row].gold_ids.iter().flat_map(|id| title_words.of(id)).collect());
-        features.par_extend(passages.examples.par_iter().map(|passage| features_of(segmenter, &passage.text, "")));
-        let words =
-            words.chain(passages.examples.iter().map(|passage| title_words.of(&passage.id).into_iter().collect()));
+        let titled: Vec<&Passage> = passages.titled().collect();
+        features.par_extend(titled.par_iter().map(|passage| features_of(segmenter, &passage.text, "")));
+        let words = words.chain(titled.iter().map(|passage| title_words.of(&passage.id).into_iter().collect()));
         let (features, features_of) = numbered(features);
         let (words, words_of) = numbered(words.collect::<Vec<BTreeSet<String>>>());
         let words = words.iter().map(|word| title_words.form(word)).collect();
@@ -476,9 +520,9 @@ struct TitleWords {
 }
 
 impl TitleWords {
-    fn new(passages: &TitledPassages, segmenter: &WordSegmenter) -> Self {
-        let of_examples = passages.examples.iter().map(|passage| (&passage.id, &passage.title));
-        let titles: BTreeMap<&String, &String> = passages.gold_titles.iter().chain(of_examples).collect();
+    fn new(passages: &ExamplePassages, segmenter: &WordSegmenter) -> Self {
+        let titled = passages.gold.values().chain(&passages.examples).filter(|passage| has_title(passage));
+        let titles: BTreeMap<&String, &String> = titled.map(|passage| (&passage.id, &passage.title)).collect();
         let mut forms: HashMap<String, BTreeMap<String, usize>> = HashMap::new();
         for title in titles.values() {
             for piece in segmenter.pieces(title) {
@@ -531,17 +575,17 @@ mod tests {
         (0..48).map(row).collect()
     }
 
-    fn passages_of(titles: &[(&str, &str)]) -> TitledPassages {
+    fn passages_of(titles: &[(&str, &str)]) -> ExamplePassages {
         let passage = |(id, title): &(&str, &str)| Passage {
             id: (*id).to_owned(),
             title: (*title).to_owned(),
             text: "without further words".to_owned(),
         };
-        let gold_titles = titles.iter().map(|(id, title)| ((*id).to_owned(), (*title).to_owned()));
-        TitledPassages { gold_titles: gold_titles.collect(), examples: titles.iter().map(passage).collect() }
+        let examples: Vec<Passage> = titles.iter().map(passage).collect();
+        ExamplePassages { gold: examples.iter().map(|passage| (passage.id.clone(), passage.clone())).collect(), examples }
     }
 
-    fn passages() -> TitledPassages {
+    fn passages() -> ExamplePassages {
         passages_of(&[
             ("saltpass-refund", "Saltpass: Refunds"),
             ("samphire-refund", "Samphire refunds"),
@@ -561,7 +605,7 @@ mod tests {
 
     /// All terms, the likely ones twice.
     fn terms(model: &ExpansionModel, query: &str, history: &str) -> String {
-        model.terms(query, history).text(TermSelection::All)
+        model.parts(query, history).terms(TermSelection::All)
     }
 
     fn sorted(terms: &str) -> Vec<&str> {
@@ -586,10 +630,12 @@ mod tests {
 
     #[test]
     fn terms_are_all_or_the_likely_ones() {
-        let terms = [("refunds", 0.9), ("saltpass", 0.5), ("samphire", 0.2)];
-        let terms = ExpansionTerms(terms.map(|(term, probability)| (term.to_owned(), probability)).into());
-        assert_eq!(terms.text(TermSelection::All), "refunds refunds saltpass samphire");
-        assert_eq!(terms.text(TermSelection::Likely), "refunds");
+        let terms = [("refunds", 0.9), ("saltpass", 0.8), ("samphire", 0.2)];
+        let terms = terms.map(|(term, probability)| (term.to_owned(), probability)).into();
+        let parts = ExpansionParts { terms, ..ExpansionParts::default() };
+        let of = |selection| parts.terms(selection);
+        assert_eq!(of(TermSelection::All), "refunds refunds saltpass samphire");
+        assert_eq!((of(TermSelection::Likely), of(TermSelection::None)), ("refunds".into(), String::new()));
     }
 
     /// Words that no user has used are learned from the texts of passages.
@@ -621,19 +667,24 @@ mod tests {
 
     #[test]
     fn an_expansion_has_the_parts_of_its_form() {
-        let model = fitted(&rows(), 10).unwrap().model;
+        let weights = WordWeights::of_words(&[("pier", 3.0), ("bought", 0.1)]);
+        let model = ExpansionModel { weights, ..fitted(&rows(), 10).unwrap().model };
         let (query, history) = ("money back, at which pier?", "bought\na cabin");
-        let terms = model.terms(query, history);
-        let [all, likely] = [TermSelection::All, TermSelection::Likely].map(|selection| terms.text(selection));
+        let parts = model.parts(query, history);
+        let [all, likely] = [TermSelection::All, TermSelection::Likely].map(|selection| parts.terms(selection));
+        let weighted = &parts.weighted;
+        assert_eq!(weighted, "money back, at which pier pier a cabin");
         let expected = [
-            format!("{query} {all}"),
             format!("{query} bought a cabin {all}"),
-            format!("{query} {likely}"),
             format!("{query} bought a cabin {likely}"),
+            weighted.clone(),
+            format!("{weighted} {all}"),
+            format!("{weighted} {likely}"),
         ];
         assert_eq!(ExpansionForm::ALL.map(|form| model.clone().with_form(form).expansion(query, history)), expected);
+        let without = ExpansionParts { weighted: query.into(), terms: Vec::new() };
         for form in ExpansionForm::ALL {
-            assert_eq!(form.text(query, "", &ExpansionTerms::default()), query);
+            assert_eq!(form.text(query, "", &without), query);
         }
     }
 
@@ -646,12 +697,12 @@ mod tests {
         }
         // And one without gold ids in the same group.
         rows.push(QueryRow { group: "alone".into(), gold_ids: Vec::new(), ..row(54, "zebra", "", "") });
-        let FittedExpansion { model, out_of_fold, fitted } = fitted(&rows, 10).unwrap();
+        let FittedExpansion { model, out_of_fold, fitted, .. } = fitted(&rows, 10).unwrap();
         assert_eq!(fitted.len(), 54);
         assert!(terms(&model, "zebra", "").contains("piers"));
-        let without = |terms: &ExpansionTerms| !terms.text(TermSelection::All).contains("piers");
+        let without = |parts: &ExpansionParts| !parts.terms(TermSelection::All).contains("piers");
         assert!(out_of_fold[48..].iter().all(without), "{:?}", &out_of_fold[48..]);
-        assert_eq!(sorted(&out_of_fold[0].text(TermSelection::All)), ["refunds", "refunds", "saltpass", "saltpass"]);
+        assert_eq!(sorted(&out_of_fold[0].terms(TermSelection::All)), ["refunds", "refunds", "saltpass", "saltpass"]);
     }
 
     #[test]
@@ -676,7 +727,7 @@ mod tests {
             .collect();
         let passages = passages_of(&[("pass", "航线卡退款"), ("time", "开船时间")]);
         let model = ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &passages, &chinese, 10).unwrap().model;
-        let model = model.with_form(ExpansionForm { with_history: true, terms: TermSelection::Likely });
+        let model = model.with_form(ExpansionForm { is_weighted: true, terms: TermSelection::Likely });
         model.write(&path).unwrap();
         let read = ExpansionModel::read(&path).unwrap();
         assert_eq!(read.file(), model.file());
@@ -688,30 +739,40 @@ mod tests {
     #[test]
     fn another_file_is_refused() {
         let (_folder, path) = crate::scratch_file("expansion.json");
-        for (text, problem) in [("{}", "is not a model of expansion terms"), ("", "is not a model of expansion terms")]
+        for (text, problem) in [("{}", "is not a model of expansions"), ("", "is not a model of expansions")]
         {
             std::fs::write(&path, text).unwrap();
             let error = ExpansionModel::read(&path).unwrap_err().to_string();
             assert!(error.contains(problem) && error.contains("--from convert"), "{error}");
         }
-        std::fs::write(&path, r#"{"format":2,"form":"with_history","terms":[]}"#).unwrap();
+        std::fs::write(&path, r#"{"format":3,"form":{"with_history":true,"terms":"all"},"terms":[]}"#).unwrap();
         let error = ExpansionModel::read(&path).unwrap_err().to_string();
-        assert!(error.contains("has format 2") && error.contains("--from convert"), "{error}");
+        assert!(error.contains("has format 3") && error.contains("--from convert"), "{error}");
     }
 
     #[test]
     fn without_a_model_the_reason_is_given() {
         let without = |rows: &[QueryRow]| fitted(rows, 10).unwrap_err();
         assert_eq!(without(&rows()[..12]), NoExpansion::FewGroups(12));
-        let alone: Vec<QueryRow> = (0..30).map(|number| row(number, "refund", "", &format!("p{number}"))).collect();
-        assert_eq!(without(&alone), NoExpansion::NoSharedWord);
         let mut unknown = rows();
         unknown.iter_mut().for_each(|row| row.gold_ids.clear());
         assert_eq!(without(&unknown), NoExpansion::NoGoldIds);
-        let rows = rows();
-        let untitled =
-            ExpansionModel::fit(&rows.iter().collect::<Vec<_>>(), &TitledPassages::default(), &english(), 10);
-        assert_eq!(untitled.unwrap_err(), NoExpansion::NoTitles);
+        assert_eq!(without(&[]), NoExpansion::NoGoldIds);
+    }
+
+    #[test]
+    fn without_terms_the_reason_is_given() {
+        let no_terms = |rows: &[QueryRow], passages: &ExamplePassages| {
+            let rows: Vec<&QueryRow> = rows.iter().collect();
+            let FittedExpansion { model, no_terms, .. } = ExpansionModel::fit(&rows, passages, &english(), 10).unwrap();
+            assert_eq!(model.n_terms(), 0);
+            no_terms
+        };
+        let alone: Vec<QueryRow> = (0..30).map(|number| row(number, "refund", "", &format!("p{number}"))).collect();
+        assert_eq!(no_terms(&alone, &passages_of(&[("p1", "Refunds")])), Some(NoTerms::NoSharedWord));
+        let untitled = passages_of(&[("saltpass-refund", " "), ("pier", "")]);
+        assert_eq!(no_terms(&rows(), &untitled), Some(NoTerms::NoTitles));
+        assert_eq!(fitted(&rows(), 10).unwrap().no_terms, None);
     }
 
     #[test]
@@ -725,7 +786,7 @@ mod tests {
         assert_eq!(fitted.len(), 66);
         let groups: HashSet<&str> = fitted.iter().map(|row| rows[*row].group.as_str()).collect();
         assert_eq!(groups.len(), 22);
-        assert!(out_of_fold.iter().all(|terms| !terms.0.is_empty()));
+        assert!(out_of_fold.iter().all(|parts| !parts.terms.is_empty()));
         assert_eq!(of(90).fitted.len(), 90);
     }
 
@@ -740,20 +801,21 @@ mod tests {
         let untitled = json!({"id": "b", "text": "y"}).to_string();
         let read = |lines: Vec<String>, gold_ids: &[&str]| {
             std::fs::write(&path, [vec![untitled.clone()], lines].concat().join("\n")).unwrap();
-            TitledPassages::read(&path, &gold_ids.iter().copied().collect()).unwrap()
+            ExamplePassages::read(&path, &gold_ids.iter().copied().collect()).unwrap()
         };
         let n = MAX_PASSAGES + 20;
         let all = read((0..n).map(line).collect(), &["b", "p5", "p7"]);
-        let titles = [("p5", "T5"), ("p7", "T7")].map(|(id, title)| (id.to_owned(), title.to_owned()));
-        assert_eq!(all.gold_titles, titles.into());
+        assert_eq!(all.gold.keys().collect::<Vec<_>>(), ["b", "p5", "p7"]);
         assert_eq!(all.examples.len(), MAX_PASSAGES);
         assert_ne!(
             group_digest(PASSAGE_SEED, "p1"),
             group_digest(FOLD_SEED, "p1"),
             "rows of a fit are chosen by the latter"
         );
-        assert!(all.examples.iter().all(|passage| passage.text.len() == MAX_PASSAGE_CHARS));
+        let is_cut = |passage: &Passage| !has_title(passage) || passage.text.len() == MAX_PASSAGE_CHARS;
+        assert!(all.examples.iter().chain(all.gold.values()).all(is_cut));
         assert_eq!(read((0..n).rev().map(line).collect(), &["p1"]).examples, all.examples);
-        assert_eq!(read((0..20).map(line).collect(), &[]).examples.len(), 20);
+        let few = read((0..20).map(line).collect(), &[]);
+        assert_eq!((few.examples.len(), few.titled().count()), (21, 20));
     }
 }

@@ -67,7 +67,7 @@ pub struct Conversion<'a> {
     pub teacher_name: &'a str,
     /// SFT targets by query id, which replace the teacher's rewrite.
     pub targets: &'a HashMap<String, String>,
-    /// Expansions by query id; `None` in runs without expansion terms.
+    /// Expansions by query id; `None` in runs without learned expansions.
     pub expansions: Option<&'a HashMap<String, String>>,
 }
 

@@ -181,7 +181,7 @@ impl Ledger {
         self.entry(stage).filter(|entry| entry.finished)
     }
 
-    /// Digest of the model of expansion terms that the finished `convert` wrote; `None` in a run without one.
+    /// Digest of the model of expansions that the finished `convert` wrote; `None` in a run without one.
     pub(crate) fn expansion_digest(&self, dir: &RunDir) -> Option<String> {
         self.finished(StageName::Convert)?.outputs.digest(self.root(), &dir.expansion())
     }

@@ -129,9 +129,9 @@ impl ServedRun {
         let Some(recorded) = trained.get(EXPANSION_INPUT) else { return Ok(None) };
         let problem = match digest_file(&path) {
             Ok(digest) if digest == recorded => return Ok(Some(digest)),
-            Ok(_) => "is not the model of expansion terms with which",
+            Ok(_) => "is not the model of expansions with which",
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                "is missing, the model of expansion terms with which"
+                "is missing, the model of expansions with which"
             }
             Err(error) => return Err(error).with_context(|| format!("{}: cannot be read", path.display())),
         };
@@ -285,7 +285,7 @@ pub(super) struct TenantModel {
     pub(super) facts: Tenant,
     pub(super) prompts: Arc<dyn Prompts>,
     pub(super) response_form: ResponseForm,
-    /// `None` for a model without expansion terms.
+    /// `None` for a model without learned expansions.
     pub(super) expansion: Option<ExpansionModel>,
     pub(super) tokenizer: Arc<TextTokenizer>,
     pub(super) adapter: Option<Arc<AdapterWeights>>,

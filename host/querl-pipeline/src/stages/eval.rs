@@ -176,7 +176,7 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
             continue;
         }
         if name == "expanded" && !has_terms {
-            progress.line("expanded is not evaluated: this run has no expansion terms");
+            progress.line("expanded is not evaluated: this run has no learned expansions");
             continue;
         }
         let own_rows = own_rows(run, name, &rows)?;

@@ -1,5 +1,5 @@
-//! Expansions of all queries (`data.expansion_terms`): a model of expansion terms is fitted on train, and used if its out-of-fold terms retrieve more
-//! than the history.
+//! Expansions of all queries (`data.expansion_terms`): a model of weighted words and expansion terms is fitted on train, and used if its
+//! out-of-fold expansions retrieve more than query and history.
 
 use super::edit_targets::{hits_of, worth};
 use super::stage::knowledge_base_of_terms;
@@ -10,12 +10,12 @@ use querl_core::edits::EditParts;
 use querl_core::ports::{Progress, Retriever};
 use querl_core::records::{CallFailure, QueryRow, Split, ValidatedRecord};
 use querl_data::{
-    DataError, ExpansionForm, ExpansionModel, ExpansionTerms, FittedExpansion, RowSplits, TermSelection,
-    TitledPassages, WordSegmenter,
+    DataError, ExpansionForm, ExpansionModel, ExpansionParts, FittedExpansion, RowSplits, TermSelection,
+    ExamplePassages, WordSegmenter,
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-/// Number of standard errors by which the terms must raise the mean reciprocal rank.
+/// Number of standard errors by which expansions must raise the mean reciprocal rank.
 const N_STANDARD_ERRORS: f64 = 2.0;
 
 const N_FORMS: usize = ExpansionForm::ALL.len();
@@ -29,7 +29,7 @@ pub(crate) const MAX_LOOKUPS_OF_TERMS: usize = 1 + N_FORMS;
 /// The expansions of a run.
 #[derive(Default)]
 pub(super) struct Expansion {
-    /// `None` if there are to be no terms, or if they do not retrieve more.
+    /// `None` if there are to be no expansions, or if they do not retrieve more.
     pub used: Option<UsedExpansion>,
     /// Ids of the rows of train that are left out of the comparison because a lookup failed.
     pub failed: BTreeSet<String>,
@@ -55,27 +55,30 @@ pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn P
     let rows: Vec<&QueryRow> = all.iter().copied().filter(|row| splits.split_of(row) == Some(Split::Train)).collect();
     let gold_ids: HashSet<&str> = rows.iter().flat_map(|row| &row.gold_ids).map(String::as_str).collect();
     let segmenter = WordSegmenter::open(&config.retrieval)?;
-    let passages = TitledPassages::read(knowledge_base, &gold_ids)?;
+    let passages = ExamplePassages::read(knowledge_base, &gold_ids)?;
     let n_passages = passages.n_examples();
     if rows.len() + n_passages >= MANY_EXAMPLES {
-        progress.line(&format!("fitting expansion terms on {} rows of train and {n_passages} passages", rows.len()));
+        progress.line(&format!("fitting expansions on {} rows of train and {n_passages} passages", rows.len()));
     }
     let fitted = ExpansionModel::fit(&rows, &passages, &segmenter, config.data.expansion_terms);
-    let FittedExpansion { model, out_of_fold, fitted } = match fitted {
+    let FittedExpansion { model, no_terms, out_of_fold, fitted } = match fitted {
         Ok(fitted) => fitted,
         Err(reason) => {
-            progress.line(&format!("no expansion terms: {reason}"));
+            progress.line(&format!("no expansions: {reason}"));
             return Ok(Expansion::default());
         }
     };
-    let compared: Vec<(&QueryRow, &ExpansionTerms)> =
+    if let Some(reason) = no_terms {
+        progress.line(&format!("no expansion terms: {reason}"));
+    }
+    let compared: Vec<(&QueryRow, &ExpansionParts)> =
         fitted.iter().map(|row| (rows[*row], &out_of_fold[*row])).collect();
     let ranks = ranks(run, &compared)?;
     let looked_up: HashSet<&str> = ranks.iter().map(|ranks| ranks.id).collect();
     let ids = compared.iter().map(|(row, _)| row.id.as_str());
     let failed: BTreeSet<String> = ids.filter(|id| !looked_up.contains(id)).map(str::to_owned).collect();
     let comparison = Comparison::of(&ranks);
-    progress.line(&format!("expansion terms: {comparison}"));
+    progress.line(&format!("expansions: {comparison}"));
     if !failed.is_empty() {
         let n = failed.len();
         progress.line(&format!("{n} rows of train are left out of it because a lookup failed; run convert again"));
@@ -87,12 +90,12 @@ pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn P
     let expansion = |row: &QueryRow| model.expansion(&row.original_query, &row.history_summary);
     let mut by_id: HashMap<String, String> = all.iter().map(|row| (row.id.clone(), expansion(row))).collect();
     let of_train = rows.iter().zip(&out_of_fold);
-    by_id.extend(of_train.map(|(row, terms)| (row.id.clone(), text(comparison.best, row, terms))));
+    by_id.extend(of_train.map(|(row, parts)| (row.id.clone(), text(comparison.best, row, parts))));
     Ok(Expansion { used: Some(UsedExpansion { model, by_id }), failed })
 }
 
-fn text(form: ExpansionForm, row: &QueryRow, terms: &ExpansionTerms) -> String {
-    form.text(&row.original_query, &row.history_summary, terms)
+fn text(form: ExpansionForm, row: &QueryRow, parts: &ExpansionParts) -> String {
+    form.text(&row.original_query, &row.history_summary, parts)
 }
 
 /// Reciprocal ranks of the best gold passage of one row.
@@ -104,12 +107,12 @@ struct Ranks<'a> {
     expanded: [f64; N_FORMS],
 }
 
-/// Looks up each row with its history, and its expansion in each form, with these terms. Rows whose lookups fail are left out.
-fn ranks<'a>(run: &Run, rows: &[(&'a QueryRow, &ExpansionTerms)]) -> anyhow::Result<Vec<Ranks<'a>>> {
+/// Looks up each row with its history, and its expansion in each form, of these parts. Rows whose lookups fail are left out.
+fn ranks<'a>(run: &Run, rows: &[(&'a QueryRow, &ExpansionParts)]) -> anyhow::Result<Vec<Ranks<'a>>> {
     let retriever = run.retriever_until(interrupt::flag())?;
-    let rank = |(row, terms): &(&'a QueryRow, &ExpansionTerms)| {
+    let rank = |(row, parts): &(&'a QueryRow, &ExpansionParts)| {
         let (row, retriever) = (*row, retriever.as_ref());
-        let expansions = ExpansionForm::ALL.map(|form| text(form, row, terms));
+        let expansions = ExpansionForm::ALL.map(|form| text(form, row, parts));
         async move {
             match ranks_of(row, &expansions, retriever).await {
                 Err(failure) if failure.kind.is_fatal() => Err(DataError::Service(failure)),
@@ -198,7 +201,7 @@ impl std::fmt::Display for Comparison {
         };
         write!(
             f,
-            "MRR of {n_rows} rows of train with query and history {with_history:.3}; with out-of-fold terms: {} (best gain {gain:+.3}, standard error \
+            "MRR of {n_rows} rows of train with query and history {with_history:.3}; out of fold: {} (best gain {gain:+.3}, standard error \
              {standard_error:.3}): {result}",
             ranks.join(", ")
         )
@@ -206,11 +209,13 @@ impl std::fmt::Display for Comparison {
 }
 
 fn name(form: ExpansionForm) -> &'static str {
-    match (form.with_history, form.terms) {
-        (false, TermSelection::All) => "query and terms",
-        (true, TermSelection::All) => "query, history and terms",
-        (false, TermSelection::Likely) => "query and likely terms",
-        (true, TermSelection::Likely) => "query, history and likely terms",
+    match (form.is_weighted, form.terms) {
+        (false, TermSelection::None) => "query and history",
+        (false, TermSelection::All) => "query, history and terms",
+        (false, TermSelection::Likely) => "query, history and likely terms",
+        (true, TermSelection::None) => "weighted query and history",
+        (true, TermSelection::All) => "weighted query and history, and terms",
+        (true, TermSelection::Likely) => "weighted query and history, and likely terms",
     }
 }
 
@@ -235,7 +240,7 @@ mod tests {
                 id: group,
                 group,
                 with_history: 0.25,
-                expanded: [0.25, 0.25 + gain, 0.25, 0.0],
+                expanded: [0.25, 0.25 + gain, 0.25, 0.0, 0.0],
             })
             .collect()
     }
@@ -252,9 +257,9 @@ mod tests {
         let repeated: Vec<_> = mixed.iter().flat_map(|row| vec![row.clone(); 4]).collect();
         assert!((compared(&repeated).standard_error - comparison.standard_error).abs() < 1e-12);
         let weak = compared(&ranks(&[0.5, -0.5, 0.5, -0.25]));
-        let text = "MRR of 20 rows of train with query and history 0.250; with out-of-fold terms: query and terms 0.250, query, history and terms \
-                    0.312, query and likely terms 0.250, query, history and likely terms 0.000 (best gain +0.062, standard error 0.100): not used, \
-                    since a gain is not shown";
+        let text = "MRR of 20 rows of train with query and history 0.250; out of fold: query, history and terms 0.250, query, history and likely terms \
+                    0.312, weighted query and history 0.250, weighted query and history, and terms 0.000, weighted query and history, and likely terms \
+                    0.000 (best gain +0.062, standard error 0.100): not used, since a gain is not shown";
         assert_eq!(weak.to_string(), text);
     }
 
@@ -279,9 +284,10 @@ mod tests {
         let (form, gain, _) = best(0, 0.5);
         assert_eq!((form, gain), (ExpansionForm::ALL[0], 0.25), "the first of equal ones");
         for (form, rank, end) in [
-            (1, 0.625, "`&` is query, history and terms"),
-            (2, 0.75, "`&` is query and likely terms"),
-            (3, 0.875, "`&` is query, history and likely terms"),
+            (1, 0.625, "`&` is query, history and likely terms"),
+            (2, 0.75, "`&` is weighted query and history"),
+            (3, 0.875, "`&` is weighted query and history, and terms"),
+            (4, 1.0, "`&` is weighted query and history, and likely terms"),
         ] {
             let (best, gain, text) = best(form, rank);
             assert_eq!((best, gain), (ExpansionForm::ALL[form], rank - 0.25));

@@ -214,7 +214,7 @@ pub(crate) fn add_target_forms(inputs: &mut Inputs, config: &Config) {
     }
 }
 
-/// Adds the model of expansion terms to the inputs of a training, in a run that has one.
+/// Adds the model of expansions to the inputs of a training, in a run that has one.
 pub(crate) fn add_expansion(inputs: &mut Inputs, run: &Run, ledger: &Ledger) -> anyhow::Result<()> {
     match ledger.expansion_digest(&run.dir) {
         Some(_) => inputs.made_by(ledger, StageName::Convert, &run.dir.expansion()).map(drop),
