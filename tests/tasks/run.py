@@ -33,6 +33,9 @@ LANGUAGES = {
     "energy": "en",
     "campus": "en",
     "insurance": "en",
+    "hospital": "en",
+    "factory": "en",
+    "factory_2400": "en",
 }
 DOMAINS = {
     "telecom": "通信服务",
@@ -46,10 +49,13 @@ DOMAINS = {
     "energy": "energy cooperative",
     "campus": "university services",
     "insurance": "insurance",
+    "hospital": "hospital intranet",
+    "factory": "intranet of an engineering company",
+    "factory_2400": "intranet of an engineering company",
 }
 # Tasks with the knowledge base and the base model of another. Their queries have a column `group`, so that queries of test may ask for passages
 # that queries of train ask for; without it, rows with the same gold passage are in one split.
-KNOWLEDGE_BASES = {"ferries_2000": "ferries"}
+KNOWLEDGE_BASES = {"ferries_2000": "ferries", "factory_2400": "factory"}
 
 CONFIG = """tenant = "{name}"
 device = "cpu"

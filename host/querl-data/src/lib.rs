@@ -34,7 +34,8 @@ pub use dataset::records::{Journal, RecordFile, RecordWriter, RowIter, Rows};
 pub use dataset::splits::{RowSplits, Splits};
 pub use error::DataError;
 pub use expansion::{
-    ExamplePassages, ExpansionForm, ExpansionModel, ExpansionParts, FittedExpansion, NoExpansion, NoTerms, TermSelection,
+    ExamplePassages, ExpansionForm, ExpansionModel, ExpansionParts, FittedExpansion, NoExpansion, NoTerms,
+    TermSelection,
 };
 pub use first_row::shown_keys;
 pub use gold_ids::{UnknownGoldIds, check_knowledge_base};

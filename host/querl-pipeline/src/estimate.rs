@@ -14,7 +14,7 @@ use crate::ledger::StageName;
 use crate::pins::{OnPluginChange, Pins};
 use crate::plugins::unprepared;
 use crate::run::{Run, outside_to_look};
-use crate::stages::{MAX_LOOKUPS_OF_TERMS, PlannedWork, Window, knowledge_base_of_terms, plan};
+use crate::stages::{MAX_LOOKUPS_OF_TERMS, PlannedWork, Window, knowledge_base_of_expansions, plan};
 use querl_core::config::{
     Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, RewriteForm, ServicePrice, TeacherKind,
 };
@@ -198,7 +198,7 @@ impl Estimator<'_> {
                 }
                 // One to four retrieval calls per row (`stages/edit_targets.rs`), and some per row of train for expansions.
                 StageName::Convert if config.data.rewrite_form == RewriteForm::Edit => {
-                    let n_of_terms = knowledge_base_of_terms(config)
+                    let n_of_terms = knowledge_base_of_expansions(config)
                         .map_or(0.0, |_| MAX_LOOKUPS_OF_TERMS as f64 * config.data.split[0]);
                     let n = Range { low: self.n_rows, high: (4.0 + n_of_terms) * self.n_rows };
                     steps.extend(self.retrieval_steps(stage, n)?);

@@ -201,7 +201,7 @@ pub enum NoTerms {
 }
 
 impl ExpansionModel {
-    /// Version of the file and of what terms are.
+    /// Version of the file and of what expansions are.
     pub const FORMAT: u32 = 4;
     /// Number of groups of rows below which no model is fitted, and no expansions are compared.
     pub const MIN_GROUPS: usize = 20;
@@ -252,7 +252,9 @@ impl ExpansionModel {
             WeightedRow { query: &row.original_query, history, group: &row.group, gold_ids: &row.gold_ids }
         };
         let weighted_rows: Vec<WeightedRow<'_>> = examples.fitted.iter().map(weighted_row).collect();
-        let weighting = Weighting::new(&weighted_rows, &passages.examples, passages.gold.values(), segmenter);
+        let gold_ids = examples.fitted.iter().flat_map(|row| &rows[*row].gold_ids).collect::<BTreeSet<_>>();
+        let gold = gold_ids.into_iter().filter_map(|id| passages.gold.get(id));
+        let weighting = Weighting::new(&weighted_rows, &passages.examples, gold, segmenter);
         let model = |rows: &[usize]| Self::new(segmenter.clone(), max_terms, examples.fit(rows), weighting.fit(rows));
         let whole = model(&(0..examples.fitted.len()).collect::<Vec<_>>());
         let no_terms = match whole.terms.is_empty() {
@@ -286,7 +288,7 @@ impl ExpansionModel {
         let FileFormat { format } = serde_json::from_slice(&bytes).map_err(invalid)?;
         if format != Self::FORMAT {
             let problem = format!(
-                "has format {format}, and this version of querl reads {}; run `querl run CONFIG --from convert` to train with new terms, and deploy again what was deployed",
+                "has format {format}, and this version of querl reads {}; run `querl run CONFIG --from convert` to train with new expansions, and deploy again what was deployed",
                 Self::FORMAT
             );
             return Err(DataError::file(path, problem));
@@ -327,9 +329,15 @@ impl ExpansionModel {
         }
     }
 
-    /// The model with expansions of another form.
+    /// The model with expansions of this form, without what they do not need.
     #[must_use]
-    pub fn with_form(self, form: ExpansionForm) -> Self {
+    pub fn with_form(mut self, form: ExpansionForm) -> Self {
+        if !form.is_weighted {
+            self.weights = WordWeights::default();
+        }
+        if form.terms == TermSelection::None {
+            (self.terms, self.by_feature) = (Vec::new(), HashMap::new());
+        }
         Self { form, ..self }
     }
 
@@ -346,10 +354,10 @@ impl ExpansionModel {
     /// The parts of the expansions of a query.
     fn parts(&self, query: &str, history: &str) -> ExpansionParts {
         let weighted = |text: &str, is_history: bool| self.weights.weighted(&self.segmenter, text, is_history);
-        let (of_query, of_history) = (weighted(query, false), weighted(&recent_history(history), true));
         // A query of words that count little is searched as it is.
-        let of_query = if of_query.is_empty() { query } else { &of_query };
-        ExpansionParts { weighted: joined(&[of_query, &of_history]), terms: self.terms(query, history) }
+        let of_query = weighted(query, false).unwrap_or_else(|| query.to_owned());
+        let of_history = weighted(&recent_history(history), true).unwrap_or_default();
+        ExpansionParts { weighted: joined(&[&of_query, &of_history]), terms: self.terms(query, history) }
     }
 
     /// Expansion terms of a query and its history, with their probabilities.
@@ -582,7 +590,10 @@ mod tests {
             text: "without further words".to_owned(),
         };
         let examples: Vec<Passage> = titles.iter().map(passage).collect();
-        ExamplePassages { gold: examples.iter().map(|passage| (passage.id.clone(), passage.clone())).collect(), examples }
+        ExamplePassages {
+            gold: examples.iter().map(|passage| (passage.id.clone(), passage.clone())).collect(),
+            examples,
+        }
     }
 
     fn passages() -> ExamplePassages {
@@ -739,8 +750,7 @@ mod tests {
     #[test]
     fn another_file_is_refused() {
         let (_folder, path) = crate::scratch_file("expansion.json");
-        for (text, problem) in [("{}", "is not a model of expansions"), ("", "is not a model of expansions")]
-        {
+        for (text, problem) in [("{}", "is not a model of expansions"), ("", "is not a model of expansions")] {
             std::fs::write(&path, text).unwrap();
             let error = ExpansionModel::read(&path).unwrap_err().to_string();
             assert!(error.contains(problem) && error.contains("--from convert"), "{error}");

@@ -1,15 +1,18 @@
 //! Weights of the words of a query and its history: how much each word counts in retrieval. Words that many queries have and that lead to
 //! wrong passages ("do", "my") have small weights, words that lead to the gold passage large ones.
 //!
-//! The weights minimise the softmax cross-entropy of a row's gold passages among these and the example passages, where the score of a passage
-//! is BM25 with weighted words. The logarithm of a weight is a linear function of [`N_FEATURES`] features of the word, and of the
-//! word itself where queries of several groups have it.
+//! The loss is the softmax cross-entropy of a row's gold passages, with equal shares, among these and the example passages, where the score of
+//! a passage is BM25 with weighted words, times a common factor. The logarithm of a weight is a linear function of [`N_FEATURES`] features of
+//! the word, and of the word itself where queries of several groups have it.
 //!
-//! Source: the loss is ListNet's top-one loss (Cao et al. 2007, "Learning to rank"); BM25 is Lucene's, with its `k1` and `b`. The optimiser is
-//! Adam (Kingma and Ba 2015) with PyTorch's defaults but for the learning rate.
+//! Source: BM25 is Lucene's, with its `k1` and `b`; the optimiser is Adam (Kingma and Ba 2015) with PyTorch's defaults but for the learning rate.
+//!
+//! Limits: of a long Chinese word the whole counts, where the index also has its parts; synonyms are ignored. Gold passages that are no
+//! examples have no competitor for words that no example has.
 
 use crate::retrieval::{Passage, WordSegmenter};
 use crate::text::fold;
+use querl_core::text::text_runs;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -29,14 +32,18 @@ const MIN_WEIGHT: f64 = 0.4;
 /// Words of a larger weight are written twice.
 const MIN_WEIGHT_OF_DOUBLED: f64 = 1.4;
 
-/// Features of a word: IDF, 1 if a title has it, 1 in a history, ln(1 + groups of rows with it), length; those of rows and passages in units
-/// in which they are about 1.
+/// Features of a word: IDF in [`UNIT_OF_IDF`], 1 if a title has it, 1 in a history, ln(1 + groups of rows with it), characters in
+/// [`UNIT_OF_LENGTH`].
 const N_FEATURES: usize = 5;
 const OF_IDF: usize = 0;
 const OF_HISTORY: usize = 2;
 const OF_LENGTH: usize = 4;
 const UNIT_OF_IDF: f64 = 3.0;
 const UNIT_OF_LENGTH: f64 = 5.0;
+/// Number of characters from which words have the same length: a pasted key must not outweigh all other words.
+const MAX_LENGTH: usize = 30;
+/// Largest absolute log weight.
+const MAX_LOG_WEIGHT: f64 = 10.0;
 
 /// Log weights of words, relative to the mean weight of the words of train that passages have.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -47,7 +54,7 @@ pub(super) struct WordWeights {
     of_length: f64,
     /// Of a word that is not in `words`.
     of_others: f64,
-    /// By word, stemmed.
+    /// By stemmed word: those of passages, and of queries of several groups.
     words: BTreeMap<String, f32>,
 }
 
@@ -61,19 +68,24 @@ impl WordWeights {
     /// Weight of a stemmed word.
     fn of(&self, word: &str, is_history: bool) -> f64 {
         let of_word = self.words.get(word).map_or(self.of_others, |weight| f64::from(*weight));
-        (of_word + self.of_length * length(word) + if is_history { self.of_history } else { 0.0 }).exp()
+        let log_weight = of_word + self.of_length * length(word) + if is_history { self.of_history } else { 0.0 };
+        log_weight.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
     }
 
     /// `text` without the words of a small weight and with those of a large weight twice. The text between such a word and its neighbours
-    /// becomes a space.
-    pub(super) fn weighted(&self, segmenter: &WordSegmenter, text: &str, is_history: bool) -> String {
+    /// becomes a space. `None` if no word is left.
+    pub(super) fn weighted(&self, segmenter: &WordSegmenter, text: &str, is_history: bool) -> Option<String> {
         let count = |piece: &str| {
-            let weight = self.of(&word_of(segmenter, piece)?, is_history);
+            let word = word_of(segmenter, piece)?;
+            let weight = if is_weighted(segmenter, piece) { self.of(&word, is_history) } else { 1.0 };
             Some(usize::from(weight >= MIN_WEIGHT) + usize::from(weight > MIN_WEIGHT_OF_DOUBLED))
         };
         // How often each word is written; `None` for the text between words.
         let pieces: Vec<(&str, Option<usize>)> =
             segmenter.pieces(text).into_iter().map(|piece| (piece, count(piece))).collect();
+        if pieces.iter().all(|(_, count)| count.is_none_or(|count| count == 0)) {
+            return None;
+        }
         let is_edited = |count: Option<usize>| count.is_some_and(|count| count != 1);
         let mut weighted = String::new();
         for (position, (piece, count)) in pieces.iter().enumerate() {
@@ -84,7 +96,7 @@ impl WordWeights {
                 Some(count) => weighted.push_str(&format!(" {} ", vec![*piece; *count].join(" "))),
             }
         }
-        weighted.split_whitespace().collect::<Vec<_>>().join(" ")
+        Some(weighted.split_whitespace().collect::<Vec<_>>().join(" "))
     }
 }
 
@@ -94,13 +106,19 @@ fn word_of(segmenter: &WordSegmenter, piece: &str) -> Option<String> {
     segmenter.words(&fold(piece)).pop()
 }
 
+/// False for a piece in a script without spaces where words are separated by spaces: it may be one character of a word.
+fn is_weighted(segmenter: &WordSegmenter, piece: &str) -> bool {
+    !segmenter.is_spaced() || !text_runs(piece).iter().any(|run| run.is_unspaced)
+}
+
 /// Length of a word, as a feature.
 fn length(word: &str) -> f64 {
-    word.chars().count() as f64 / UNIT_OF_LENGTH
+    word.chars().take(MAX_LENGTH).count() as f64 / UNIT_OF_LENGTH
 }
 
 fn words_of(segmenter: &WordSegmenter, text: &str) -> Vec<String> {
-    segmenter.pieces(text).into_iter().filter_map(|piece| word_of(segmenter, piece)).collect()
+    let pieces = segmenter.pieces(text).into_iter().filter(|piece| is_weighted(segmenter, piece));
+    pieces.filter_map(|piece| word_of(segmenter, piece)).collect()
 }
 
 /// A row of train.
@@ -142,7 +160,7 @@ impl NumberedRow {
 }
 
 impl Weighting {
-    /// `examples` are the passages that statistics of words are taken from, `gold` the gold passages of the rows.
+    /// `examples` are the passages that statistics of words are taken from, `gold` are gold passages of the rows.
     pub(super) fn new<'a>(
         rows: &[WeightedRow<'_>],
         examples: &'a [Passage],
@@ -197,15 +215,20 @@ impl Weighting {
         let groups: BTreeSet<&str> = rows.iter().map(|row| row.group).collect();
         let groups: Vec<&str> = groups.into_iter().collect();
         let numbered = |(row, [query, history]): (&WeightedRow<'_>, &[Vec<String>; 2])| {
-            let numbers = |texts: &[String]| -> BTreeSet<usize> { texts.iter().map(|word| number[word.as_str()]).collect() };
+            let numbers =
+                |texts: &[String]| -> BTreeSet<usize> { texts.iter().map(|word| number[word.as_str()]).collect() };
             let of_query = numbers(query).into_iter().map(|word| (word, false));
             let of_history = numbers(history).into_iter().map(|word| (word, true));
             let words: Vec<(usize, bool)> = of_query.chain(of_history).collect();
-            let gold: BTreeSet<usize> = row.gold_ids.iter().filter_map(|id| positions.get(id.as_str()).copied()).collect();
+            let gold: BTreeSet<usize> =
+                row.gold_ids.iter().filter_map(|id| positions.get(id.as_str()).copied()).collect();
             let (gold, others): (Vec<usize>, Vec<usize>) = gold.into_iter().partition(|passage| *passage < n_examples);
             let parts_of = |passage: &usize| {
                 let counts = counts_of(*passage);
-                words.iter().map(|(word, _)| counts.get(word).map_or(0.0, |count| part(*word, *count, *passage))).collect()
+                words
+                    .iter()
+                    .map(|(word, _)| counts.get(word).map_or(0.0, |count| part(*word, *count, *passage)))
+                    .collect()
             };
             NumberedRow {
                 group: groups.binary_search(&row.group).unwrap_or_default(),
@@ -220,8 +243,7 @@ impl Weighting {
 
     /// Weights that are learned from these rows.
     pub(super) fn fit(&self, rows: &[usize]) -> WordWeights {
-        let rows: Vec<&NumberedRow> =
-            rows.iter().map(|row| &self.rows[*row]).filter(|row| row.has_gold()).collect();
+        let rows: Vec<&NumberedRow> = rows.iter().map(|row| &self.rows[*row]).filter(|row| row.has_gold()).collect();
         let mut groups_of: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); self.words.len()];
         for row in &rows {
             for (word, _) in &row.words {
@@ -230,17 +252,23 @@ impl Weighting {
         }
         let n_groups: Vec<usize> = groups_of.iter().map(BTreeSet::len).collect();
         let is_own = |word: usize| n_groups[word] >= MIN_GROUPS_OF_WORD;
-        let features = |word: usize, is_history: bool| {
-            let [idf, is_of_title] = self.of_words[word];
+        let of_word = |(word, [idf, is_of_title]): (usize, &[f64; 2])| {
             let count = (1.0 + n_groups[word] as f64).ln();
-            [idf / UNIT_OF_IDF, is_of_title, f64::from(u8::from(is_history)), count, length(&self.words[word])]
+            [idf / UNIT_OF_IDF, *is_of_title, 0.0, count, length(&self.words[word])]
+        };
+        let of_words: Vec<[f64; N_FEATURES]> = self.of_words.iter().enumerate().map(of_word).collect();
+        let features = |word: usize, is_history: bool| {
+            let mut features = of_words[word];
+            features[OF_HISTORY] = f64::from(u8::from(is_history));
+            features
         };
         // Parameters: the coefficients of the features, a factor of all scores, and the words' own log weights.
         let at_word = |word: usize| N_FEATURES + 1 + word;
         let mut adam = Adam::new(at_word(self.words.len()));
         let log_weight = |parameters: &[f64], word: usize, is_history: bool| -> f64 {
             let of_features = features(word, is_history).iter().zip(parameters).map(|(x, y)| x * y).sum::<f64>();
-            of_features + if is_own(word) { parameters[at_word(word)] } else { 0.0 }
+            let log_weight = of_features + if is_own(word) { parameters[at_word(word)] } else { 0.0 };
+            log_weight.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
         };
         let n_rows = rows.len().max(1) as f64;
         for _ in 0..N_STEPS {
@@ -280,9 +308,11 @@ impl Weighting {
         });
         let log_mean = if n > 0.0 { (sum / n).ln() } else { 0.0 };
         let of_length = parameters[OF_LENGTH];
-        let without_length =
-            |word: usize| (log_weight(parameters, word, false) - of_length * length(&self.words[word]) - log_mean) as f32;
-        let is_known = |word: &usize| n_groups[*word] > 0 || !self.postings[*word].is_empty();
+        let without_length = |word: usize| {
+            (log_weight(parameters, word, false) - of_length * length(&self.words[word]) - log_mean) as f32
+        };
+        // Words of one user, such as names, are not written to the file.
+        let is_known = |word: &usize| is_own(*word) || !self.postings[*word].is_empty();
         let known = (0..self.words.len()).filter(is_known);
         WordWeights {
             of_history: parameters[OF_HISTORY],
@@ -392,38 +422,54 @@ mod tests {
             let of_words = weights.words.values().map(|weight| f64::from(*weight));
             [weights.of_history, weights.of_length, weights.of_others].into_iter().chain(of_words).collect::<Vec<_>>()
         };
-        let furthest = of(&found).iter().zip(of(&weights)).map(|(own, theirs)| (own - theirs).abs()).fold(0.0, f64::max);
+        let furthest =
+            of(&found).iter().zip(of(&weights)).map(|(own, theirs)| (own - theirs).abs()).fold(0.0, f64::max);
         assert!(furthest < 1e-5, "{furthest}");
     }
 
     #[test]
     fn words_are_left_out_kept_or_doubled() {
         let weights = WordWeights::of_words(&[("do", 0.1), ("visa", 2.0), ("get", 1.0), ("turn", 0.2), ("my", 0.1)]);
-        let of = |text| weights.weighted(&english(), text, false);
+        let of = |text| weights.weighted(&english(), text, false).unwrap_or_default();
         assert_eq!(of("Do I get my Visa, after all?"), "I get Visa Visa after all?");
         assert_eq!(of("visas turned down!"), "visas visas down!");
         assert_eq!(of("I, too."), "I, too.");
-        assert_eq!(of("my do"), "");
+        assert_eq!(weights.weighted(&english(), "my, do ...?!", false), None);
+        assert_eq!(weights.weighted(&english(), "?!", false), None);
         let chinese = WordSegmenter::of(Language::Zh, Vec::new());
         let weights = WordWeights::of_words(&[("怎么", 0.1), ("套餐", 3.0)]);
-        assert_eq!(weights.weighted(&chinese, "我的套餐，怎么改", false), "我的 套餐 套餐 改");
+        assert_eq!(weights.weighted(&chinese, "我的套餐，怎么改", false).as_deref(), Some("我的 套餐 套餐 改"));
+    }
+
+    /// Where words have spaces, Chinese and Thai are split into characters.
+    #[test]
+    fn scripts_without_spaces_are_not_weighted_among_words_with_spaces() {
+        let of_others = 0.1_f64.ln();
+        let weights = WordWeights { of_others, ..WordWeights::of_words(&[("refund", 1.0)]) };
+        let of = |text| weights.weighted(&english(), text, false).unwrap_or_default();
+        assert_eq!(of("please refund 退款 ขอคืนเงิน now"), "refund 退款 ขอคืนเงิน");
     }
 
     #[test]
     fn words_of_the_history_have_a_weight_of_their_own() {
-        let weights = WordWeights { of_history: 0.3_f64.ln(), of_length: 0.5, ..WordWeights::of_words(&[("visa", 1.0)]) };
+        let weights =
+            WordWeights { of_history: 0.3_f64.ln(), of_length: 0.5, ..WordWeights::of_words(&[("visa", 1.0)]) };
         let near = |found: f64, expected: f64| (found - expected).abs() < 1e-6;
         assert!(near(weights.of("visa", false), 0.4_f64.exp()) && near(weights.of("visa", true), 0.3 * 0.4_f64.exp()));
         assert!(near(weights.of("elephant", false), 0.8_f64.exp()));
+        assert!(near(weights.of(&"x".repeat(5000), false), 3.0_f64.exp()));
+        let large = WordWeights { of_length: 1e3, ..WordWeights::default() };
+        assert!(large.of("elephant", false).is_finite());
     }
 
     #[test]
     fn without_gold_passages_all_words_have_the_weight_1() {
-        let row = WeightedRow { query: "my visa", history: String::new(), group: "a", gold_ids: &["absent".to_owned()] };
+        let row =
+            WeightedRow { query: "my visa", history: String::new(), group: "a", gold_ids: &["absent".to_owned()] };
         let passage = Passage { id: "p".into(), title: "Visas".into(), text: "my text".into() };
         let weighting = Weighting::new(&[row], &[passage], [].iter(), &english());
         let found = weighting.fit(&[0]);
         assert_eq!((found.of("visa", false), found.of("other", true)), (1.0, 1.0));
-        assert_eq!(found.weighted(&english(), "My visa?", true), "My visa?");
+        assert_eq!(found.weighted(&english(), "My visa?", true).as_deref(), Some("My visa?"));
     }
 }

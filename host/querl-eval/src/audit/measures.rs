@@ -173,7 +173,7 @@ fn copied_terms(row: &AuditRow<'_>) -> Option<f64> {
 }
 
 /// Number of distinct pairs of adjacent units divided by all pairs (distinct-2); `None` without a pair. Of a word that stands several
-/// times in a row one is left out, since expansion terms may stand twice.
+/// times in a row one is left out, since learned expansions may have it twice.
 fn distinct_share(text: &str) -> Option<f64> {
     let words: Vec<&str> = text.split_whitespace().collect();
     let runs = words.chunk_by(|one, next| one == next);

@@ -42,7 +42,7 @@ const FOLLOWED: [(&str, &str); 22] = [
 /// Name of the input that has the version of the edit forms of rewrites.
 pub(crate) const FORMS_OF_EDITS: &str = "forms of edits";
 
-/// Name of the input that has the version of expansion terms.
+/// Name of the input that has the version of expansions.
 pub(crate) const FORMAT_OF_EXPANSION_TERMS: &str = "format of expansion terms";
 
 /// Name of the input that has the version of the embedded retrieval index.

@@ -80,7 +80,9 @@ impl Stage for Convert {
         match &expansion.used {
             Some(UsedExpansion { model, .. }) => {
                 model.write(&run.dir.expansion())?;
-                facts.add("words that expansion terms are chosen from", model.n_terms());
+                if model.n_terms() > 0 {
+                    facts.add("words that expansion terms are chosen from", model.n_terms());
+                }
             }
             None => stage::remove(&run.dir.expansion()).context("data/expansion.json cannot be removed")?,
         }

@@ -1,5 +1,5 @@
-//! Targets of fine-tuning for `data.rewrite_form = "edit"`: the query where it finds its gold passage first; else of the query with its history and
-//! expansion terms, with these and what the teacher adds, with what the teacher adds, the teacher's rewrite and the query the one that retrieves most.
+//! Targets of fine-tuning for `data.rewrite_form = "edit"`: the query where it finds its gold passage first; else of its expansion, this with what
+//! the teacher adds, the query with what the teacher adds, the teacher's rewrite and the query the one that retrieves most.
 
 use crate::interrupt;
 use crate::run::Run;
@@ -98,7 +98,9 @@ async fn target(
         }
     };
     if !parts.is_query_alone() {
-        let added = segmenter.text_without_words_of(rewrite, &parts.expanded(""));
+        // An expansion may leave out words of query and history, which are not to be added again.
+        let known = joined(&[&parts.expanded(""), original, parts.history]);
+        let added = segmenter.text_without_words_of(rewrite, &known);
         let texts = if added.is_empty() { &[""][..] } else { &["", &added] };
         for added in texts {
             let worth = worth(query, &hits_of(retriever, query, &parts.expanded(added)).await?);

@@ -169,13 +169,13 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
     let columns = RowColumns::read(scorer.rewards(), &run.config.data, &rows)?;
     let (mut all, mut n_failed_samples) = (Evaluated::default(), 0);
     let has_history = rows.iter().any(|row| !row.metadata.query.history_summary.trim().is_empty());
-    let has_terms = rows.iter().any(|row| row.metadata.query.expansion.is_some());
+    let has_expansions = rows.iter().any(|row| row.metadata.query.expansion.is_some());
     for name in run.config.eval.evaluated_systems() {
         if name == "with_history" && !has_history {
             progress.line("with_history is not evaluated: no query of test has a history summary");
             continue;
         }
-        if name == "expanded" && !has_terms {
+        if name == "expanded" && !has_expansions {
             progress.line("expanded is not evaluated: this run has no learned expansions");
             continue;
         }

@@ -2,7 +2,7 @@
 //! out-of-fold expansions retrieve more than query and history.
 
 use super::edit_targets::{hits_of, worth};
-use super::stage::knowledge_base_of_terms;
+use super::stage::knowledge_base_of_expansions;
 use crate::interrupt;
 use crate::run::Run;
 use futures::{StreamExt, TryStreamExt};
@@ -10,8 +10,8 @@ use querl_core::edits::EditParts;
 use querl_core::ports::{Progress, Retriever};
 use querl_core::records::{CallFailure, QueryRow, Split, ValidatedRecord};
 use querl_data::{
-    DataError, ExpansionForm, ExpansionModel, ExpansionParts, FittedExpansion, RowSplits, TermSelection,
-    ExamplePassages, WordSegmenter,
+    DataError, ExamplePassages, ExpansionForm, ExpansionModel, ExpansionParts, FittedExpansion, RowSplits,
+    TermSelection, WordSegmenter,
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -47,7 +47,7 @@ pub(super) struct UsedExpansion {
 /// The knowledge base cannot be read, retrieval cannot be opened, or a lookup failed for a reason for which every further lookup would fail.
 pub(super) fn expansion(run: &Run, records: &[ValidatedRecord], progress: &dyn Progress) -> anyhow::Result<Expansion> {
     let config = &run.config;
-    let Some(knowledge_base) = knowledge_base_of_terms(config) else {
+    let Some(knowledge_base) = knowledge_base_of_expansions(config) else {
         return Ok(Expansion::default());
     };
     let all: Vec<&QueryRow> = records.iter().map(|record| &record.rewritten.query).collect();

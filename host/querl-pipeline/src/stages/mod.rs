@@ -35,7 +35,7 @@ use querl_core::run_dir::RunDir;
 use querl_data::{check_knowledge_base, open_queries, table_path};
 use spending::Counted;
 use stage::Stage;
-pub(crate) use stage::knowledge_base_of_terms;
+pub(crate) use stage::knowledge_base_of_expansions;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Instant;

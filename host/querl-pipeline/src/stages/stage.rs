@@ -195,16 +195,16 @@ pub(crate) fn add_thinking(inputs: &mut Inputs, config: &Config) {
     }
 }
 
-/// The knowledge base whose titles have the expansion terms of a run that writes edits; `None` if it is to have none.
-pub(crate) fn knowledge_base_of_terms(config: &Config) -> Option<&Path> {
+/// The knowledge base that expansions of a run that writes edits are learned from; `None` if it is to have none.
+pub(crate) fn knowledge_base_of_expansions(config: &Config) -> Option<&Path> {
     config.retrieval.knowledge_base.as_deref().filter(|_| config.data.expansion_terms > 0)
 }
 
-/// Adds the versions of the edit forms of targets and of expansion terms to the inputs, if rewrites are edits; targets of another version are computed again.
+/// Adds the versions of the edit forms of targets and of expansions to the inputs, if rewrites are edits; targets of another version are computed again.
 pub(crate) fn add_target_forms(inputs: &mut Inputs, config: &Config) {
     if config.data.rewrite_form == RewriteForm::Edit {
         inputs.text(&format!("{FORMS_OF_EDITS} in targets"), edits::VERSION);
-        if knowledge_base_of_terms(config).is_some() {
+        if knowledge_base_of_expansions(config).is_some() {
             inputs.text(FORMAT_OF_EXPANSION_TERMS, ExpansionModel::FORMAT);
         }
         // With retrieval by a service there is no version of the index, which is that of the words.
