@@ -12,7 +12,7 @@ SYLLABLES = ["bak", "dol", "fim", "gur", "hak", "jol", "kem", "lup", "mor", "nad
 
 
 def table(generator):
-    """Passages, of which the last two are gold alone, and rows of ten groups."""
+    """Passages, whose last two are no examples, and rows of ten groups."""
     words = SYLLABLES + [one + two for one, two in zip(SYLLABLES, SYLLABLES[3:])]
     text = lambda n: " ".join(generator.choice(words) for _ in range(n))
     passages = [{"id": f"p{n}", "title": text(2), "text": text(generator.randint(5, 14))} for n in range(N_PASSAGES)]
@@ -92,7 +92,7 @@ def fit(passages, rows):
             return without_length + (words_own[own[word]].item() if word in own else 0.0) - log_mean
 
         unknown = math.log(1 + (N_EXAMPLES + 0.5) / 0.5) / 3
-        known = sorted(of_texts | set(groups))
+        known = sorted(of_texts | set(own))
         return {
             "of_history": values[2],
             "of_length": values[4],

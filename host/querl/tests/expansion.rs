@@ -108,6 +108,39 @@ fn without_a_gain_or_titles_there_are_no_terms() {
     assert!(convert(&project, &[]).contains("convert: finished earlier, skipped\n"));
 }
 
+#[test]
+fn words_that_lead_to_the_gold_passage_count_more() {
+    let project = project();
+    let passage = |id: String, text: String| json!({"id": id, "text": text}).to_string();
+    let of_product = |product: &str, topic: &str| passage(format!("{product}-{topic}"), format!("{product} {topic}"));
+    let of_products =
+        PRODUCTS.iter().flat_map(|(_, product)| ["refund", "timetable"].map(|topic| of_product(product, topic)));
+    let others =
+        (0..4).map(|n| passage(format!("other-{n}"), format!("Please tell me how I can get it, question {n}")));
+    project.write("kb.jsonl", &of_products.chain(others).collect::<Vec<_>>().join("\n"));
+    let rows = project.rows("queries.jsonl").into_iter().enumerate().map(|(n, mut row)| {
+        row["original_query"] =
+            format!("please tell me how can i get {} {n}", row["rewritten_query"].as_str().unwrap()).into();
+        row["history_summary"] = "".into();
+        row.to_string()
+    });
+    let rows = rows.collect::<Vec<_>>().join("\n");
+    project.write("queries.jsonl", &rows);
+    project.write("teacher.jsonl", &rows);
+    let said = convert(&project, &[]);
+    assert!(said.contains("convert: no expansion terms: the gold passages have no titles; add a `title` to"), "{said}");
+    assert!(said.contains(": `&` is weighted query and history\n"), "{said}");
+    for split in ["train", "val", "test"] {
+        for (row, expansion) in expansions(&project, split) {
+            let words: Vec<String> = expansion.split(' ').map(str::to_lowercase).collect();
+            let count = |word: &str| words.iter().filter(|found| *found == word).count();
+            let gold = row["gold_ids"][0].as_str().unwrap().to_lowercase();
+            let is_doubled = gold.split('-').all(|word| count(word) == 2) && count("please") < 2;
+            assert!(is_doubled, "{split}: {expansion}: {row}");
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn servers_deployments_and_exports_have_the_terms_of_eval() {
     let project = project();

@@ -429,10 +429,10 @@ mod tests {
 
     #[test]
     fn words_are_left_out_kept_or_doubled() {
-        let weights = WordWeights::of_words(&[("do", 0.1), ("visa", 2.0), ("get", 1.0), ("turn", 0.2), ("my", 0.1)]);
+        let weights = WordWeights::of_words(&[("do", 0.1), ("visa", 2.0), ("get", 1.0), ("came", 0.2), ("my", 0.1)]);
         let of = |text| weights.weighted(&english(), text, false).unwrap_or_default();
         assert_eq!(of("Do I get my Visa, after all?"), "I get Visa Visa after all?");
-        assert_eq!(of("visas turned down!"), "visas visas down!");
+        assert_eq!(of("visas came down!"), "visas visas down!");
         assert_eq!(of("I, too."), "I, too.");
         assert_eq!(weights.weighted(&english(), "my, do ...?!", false), None);
         assert_eq!(weights.weighted(&english(), "?!", false), None);
