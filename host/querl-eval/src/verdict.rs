@@ -10,7 +10,7 @@ const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeSco
 
 /// The systems that RL is compared with.
 const RIVALS: [(&str, &str); 3] = [("raw", "the raw queries"), ("sft", "SFT"), ("teacher", "the teacher")];
-/// Queries with additions that need no policy; the one that RL is least shown to beat is compared.
+/// Texts that need no policy; the one that RL is least shown to beat is compared.
 const UNTRAINED: [(&str, &str); 2] =
     [("expanded", "the queries with their expansions"), ("with_history", "the queries with their history")];
 

@@ -14,7 +14,7 @@ use crate::ledger::StageName;
 use crate::pins::{OnPluginChange, Pins};
 use crate::plugins::unprepared;
 use crate::run::{Run, outside_to_look};
-use crate::stages::{MAX_LOOKUPS_OF_TERMS, PlannedWork, Window, knowledge_base_of_expansions, plan};
+use crate::stages::{MAX_LOOKUPS_OF_EXPANSIONS, PlannedWork, Window, knowledge_base_of_expansions, plan};
 use querl_core::config::{
     Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, RewriteForm, ServicePrice, TeacherKind,
 };
@@ -198,9 +198,9 @@ impl Estimator<'_> {
                 }
                 // One to four retrieval calls per row (`stages/edit_targets.rs`), and some per row of train for expansions.
                 StageName::Convert if config.data.rewrite_form == RewriteForm::Edit => {
-                    let n_of_terms = knowledge_base_of_expansions(config)
-                        .map_or(0.0, |_| MAX_LOOKUPS_OF_TERMS as f64 * config.data.split[0]);
-                    let n = Range { low: self.n_rows, high: (4.0 + n_of_terms) * self.n_rows };
+                    let n_of_expansions = knowledge_base_of_expansions(config)
+                        .map_or(0.0, |_| MAX_LOOKUPS_OF_EXPANSIONS as f64 * config.data.split[0]);
+                    let n = Range { low: self.n_rows, high: (4.0 + n_of_expansions) * self.n_rows };
                     steps.extend(self.retrieval_steps(stage, n)?);
                 }
                 StageName::Rl => steps.extend(self.scoring(stage, self.of_rl())?),

@@ -685,6 +685,11 @@ mod tests {
         let [all, likely] = [TermSelection::All, TermSelection::Likely].map(|selection| parts.terms(selection));
         let weighted = &parts.weighted;
         assert_eq!(weighted, "money back, at which pier pier a cabin");
+        assert_eq!(
+            model.parts("bought?", "bought").weighted,
+            "bought?",
+            "without other words the query stays, its history does not"
+        );
         let expected = [
             format!("{query} bought a cabin {all}"),
             format!("{query} bought a cabin {likely}"),

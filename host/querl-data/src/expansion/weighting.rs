@@ -8,7 +8,8 @@
 //! Source: BM25 is Lucene's, with its `k1` and `b`; the optimiser is Adam (Kingma and Ba 2015) with PyTorch's defaults but for the learning rate.
 //!
 //! Limits: of a long Chinese word the whole counts, where the index also has its parts; synonyms are ignored. Gold passages that are no
-//! examples have no competitor for words that no example has.
+//! examples have no competitor for words that no example has. In the fit each word is in one group at least, that of its row, which a word
+//! of a new query need not be.
 
 use crate::retrieval::{Passage, WordSegmenter};
 use crate::text::fold;
@@ -50,7 +51,7 @@ const MAX_LOG_WEIGHT: f64 = 10.0;
 pub(super) struct WordWeights {
     /// Added for a word of the history.
     of_history: f64,
-    /// Added for each five characters of a word.
+    /// Times a fifth of the number of a word's characters, at most 30.
     of_length: f64,
     /// Of a word that is not in `words`.
     of_others: f64,
@@ -72,7 +73,7 @@ impl WordWeights {
         log_weight.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
     }
 
-    /// `text` without the words of a small weight and with those of a large weight twice. The text between such a word and its neighbours
+    /// `text` on one line, without the words of a small weight and with those of a large weight twice. A space or mark next to such a word
     /// becomes a space. `None` if no word is left.
     pub(super) fn weighted(&self, segmenter: &WordSegmenter, text: &str, is_history: bool) -> Option<String> {
         let count = |piece: &str| {
@@ -267,8 +268,7 @@ impl Weighting {
         let mut adam = Adam::new(at_word(self.words.len()));
         let log_weight = |parameters: &[f64], word: usize, is_history: bool| -> f64 {
             let of_features = features(word, is_history).iter().zip(parameters).map(|(x, y)| x * y).sum::<f64>();
-            let log_weight = of_features + if is_own(word) { parameters[at_word(word)] } else { 0.0 };
-            log_weight.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+            of_features + if is_own(word) { parameters[at_word(word)] } else { 0.0 }
         };
         let n_rows = rows.len().max(1) as f64;
         for _ in 0..N_STEPS {

@@ -16,8 +16,8 @@ const LARGEST_READ_BYTES: u64 = 256 << 20;
 /// Prefixes or suffixes of input names, each with the controlling input, without which a stage does not have them.
 const FOLLOWED: [(&str, &str); 22] = [
     (FORMS_OF_EDITS, "data.rewrite_form"),
-    (FORMAT_OF_EXPANSION_TERMS, "data.rewrite_form"),
-    (FORMAT_OF_EXPANSION_TERMS, "data.expansion_terms"),
+    (FORMAT_OF_EXPANSIONS, "data.rewrite_form"),
+    (FORMAT_OF_EXPANSIONS, "data.expansion_terms"),
     ("tenant", "data.rewrite_form"),
     ("retrieval.", "data.rewrite_form"),
     ("knowledge base", "data.rewrite_form"),
@@ -43,7 +43,7 @@ const FOLLOWED: [(&str, &str); 22] = [
 pub(crate) const FORMS_OF_EDITS: &str = "forms of edits";
 
 /// Name of the input that has the version of expansions.
-pub(crate) const FORMAT_OF_EXPANSION_TERMS: &str = "format of expansion terms";
+pub(crate) const FORMAT_OF_EXPANSIONS: &str = "format of expansions";
 
 /// Name of the input that has the version of the embedded retrieval index.
 pub(crate) const INDEX: &str = "retrieval.index";

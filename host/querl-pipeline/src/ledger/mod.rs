@@ -5,7 +5,7 @@ mod outputs;
 
 use crate::failure::Stop;
 use crate::files::write_json;
-pub(crate) use inputs::{FORMAT_OF_EXPANSION_TERMS, FORMS_OF_EDITS, INDEX, Inputs, is_of_model};
+pub(crate) use inputs::{FORMAT_OF_EXPANSIONS, FORMS_OF_EDITS, INDEX, Inputs, is_of_model};
 pub(crate) use outputs::{FileDigest, Outputs};
 use querl_core::fsx::{self, ReadError, read_jsonl};
 use querl_core::run_dir::RunDir;

@@ -4,7 +4,7 @@
 use crate::interrupt;
 use crate::run::Run;
 use futures::{StreamExt, TryStreamExt};
-use querl_core::edits::{APPEND, EXPAND, EditParts, KEEP, append, expand, is_plain, joined};
+use querl_core::edits::{APPEND, EXPAND, EditParts, KEEP, append, expand, is_plain, joined, with_history};
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Hit, QueryRow, ValidatedRecord, retrieval_quality};
 use querl_data::{DataError, WordSegmenter};
@@ -98,8 +98,8 @@ async fn target(
         }
     };
     if !parts.is_query_alone() {
-        // An expansion may leave out words of query and history, which are not to be added again.
-        let known = joined(&[&parts.expanded(""), original, parts.history]);
+        // A learned expansion may leave out words of query and history, which are not to be added again.
+        let known = joined(&[&parts.expanded(""), &with_history(original, parts.history, "")]);
         let added = segmenter.text_without_words_of(rewrite, &known);
         let texts = if added.is_empty() { &[""][..] } else { &["", &added] };
         for added in texts {
@@ -211,6 +211,24 @@ mod tests {
         assert_eq!(chosen("甲2", "1 甲"), "& 1", "the history's words are not added");
         assert_eq!(chosen("甲1", "fail"), "&", "nothing finds more: the others are not looked up");
         assert_eq!(chosen("甲", "乙"), "+ 乙", "nothing is found: what the teacher adds");
+    }
+
+    /// Regression: words that a learned expansion left out were added again.
+    #[test]
+    fn words_that_an_expansion_leaves_out_are_not_added() {
+        let chosen = |rewrite| {
+            let mut record = record_after("鱼油怎么", "退款", rewrite);
+            record.rewritten.query.expansion = Some("鱼油 鱼油 2".into());
+            looked_up(&record).unwrap().unwrap()
+        };
+        assert_eq!(chosen("怎么1"), "& 1");
+        assert_eq!(chosen("怎么退款"), "&");
+    }
+
+    #[test]
+    fn the_teachers_words_of_the_unsearched_part_of_a_long_history_are_added() {
+        let long = format!("甲 {}2", "乙".repeat(600));
+        assert_eq!(looked_up(&record_after("鱼油", &long, "甲1")).unwrap().unwrap(), "& 甲1");
     }
 
     #[test]

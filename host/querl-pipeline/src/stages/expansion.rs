@@ -24,7 +24,7 @@ const N_FORMS: usize = ExpansionForm::ALL.len();
 const MANY_EXAMPLES: usize = 1000;
 
 /// Maximum number of lookups of a row: with the history, and in each form.
-pub(crate) const MAX_LOOKUPS_OF_TERMS: usize = 1 + N_FORMS;
+pub(crate) const MAX_LOOKUPS_OF_EXPANSIONS: usize = 1 + N_FORMS;
 
 /// The expansions of a run.
 #[derive(Default)]

@@ -27,7 +27,7 @@ use crate::run::Run;
 use crate::run_logs;
 use crate::training;
 use anyhow::Context;
-pub(crate) use expansion::MAX_LOOKUPS_OF_TERMS;
+pub(crate) use expansion::MAX_LOOKUPS_OF_EXPANSIONS;
 use previous::Previous;
 use querl_core::config::{Config, OnNoise, RewriteForm, TableFormat};
 use querl_core::ports::Reporter;

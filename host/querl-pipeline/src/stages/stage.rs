@@ -1,7 +1,7 @@
 //! A stage of the pipeline: files in the run directory in, files in the run directory out; and the inputs that several stages depend on.
 
 use crate::environment::RowColumns;
-use crate::ledger::{FORMAT_OF_EXPANSION_TERMS, FORMS_OF_EDITS, Facts, INDEX, Inputs, Ledger, StageName};
+use crate::ledger::{FORMAT_OF_EXPANSIONS, FORMS_OF_EDITS, Facts, INDEX, Inputs, Ledger, StageName};
 use crate::run::Run;
 use anyhow::Context;
 use querl_core::config::{
@@ -205,7 +205,7 @@ pub(crate) fn add_target_forms(inputs: &mut Inputs, config: &Config) {
     if config.data.rewrite_form == RewriteForm::Edit {
         inputs.text(&format!("{FORMS_OF_EDITS} in targets"), edits::VERSION);
         if knowledge_base_of_expansions(config).is_some() {
-            inputs.text(FORMAT_OF_EXPANSION_TERMS, ExpansionModel::FORMAT);
+            inputs.text(FORMAT_OF_EXPANSIONS, ExpansionModel::FORMAT);
         }
         // With retrieval by a service there is no version of the index, which is that of the words.
         if retrieval_language(&config.retrieval) != Language::Zh {
@@ -385,7 +385,7 @@ mod tests {
         config.data.rewrite_form = RewriteForm::Edit;
         add_target_forms(&mut edit, &config);
         edit.text(FORMS_OF_EDITS, edits::VERSION);
-        for name in ["forms of edits in targets", FORMAT_OF_EXPANSION_TERMS, "forms of edits in words between spaces"] {
+        for name in ["forms of edits in targets", FORMAT_OF_EXPANSIONS, "forms of edits in words between spaces"] {
             assert!(edit.has(name) && !full.has(name), "{name}");
         }
         add_retrieval(&mut edit, &config).unwrap();
@@ -396,7 +396,7 @@ mod tests {
         let mut without_terms = Inputs::default();
         config.data.expansion_terms = 0;
         add_target_forms(&mut without_terms, &config);
-        assert!(!without_terms.has(FORMAT_OF_EXPANSION_TERMS));
+        assert!(!without_terms.has(FORMAT_OF_EXPANSIONS));
         assert_eq!(edit.changed_since(&full), ["data.rewrite_form"]);
         assert_eq!(full.changed_since(&edit), ["data.rewrite_form"]);
     }
