@@ -22,9 +22,7 @@ fn project() -> Project {
         json!({"original_query": format!("{wish} {number}"), "user_profile": "", "history_summary": format!("bought a {thing}"),
             "gold_ids": format!("{product}-{topic}"), "rewritten_query": format!("{product} {topic}"), "group": format!("g{number}")})
     };
-    let rows: Vec<String> = (0..N_ROWS).map(|number| row(number).to_string()).collect();
-    project.write("queries.jsonl", &rows.join("\n"));
-    project.write("teacher.jsonl", &rows.join("\n"));
+    write_queries(&project, (0..N_ROWS).map(row));
     let passage = |product: &str, topic: &str| json!({"id": format!("{product}-{topic}"), "title": format!("{product} {topic}"), "text": "Ask at the pier."});
     let passages =
         PRODUCTS.iter().flat_map(|(_, product)| ["refund", "timetable"].map(|topic| passage(product, topic)));
@@ -38,6 +36,13 @@ fn project() -> Project {
     });
     project.write("querl.toml", &lines.collect::<Vec<_>>().join("\n"));
     project
+}
+
+/// The query table, which is also the teacher's recording.
+fn write_queries(project: &Project, rows: impl Iterator<Item = Value>) {
+    let text = rows.map(|row| row.to_string()).collect::<Vec<_>>().join("\n");
+    project.write("queries.jsonl", &text);
+    project.write("teacher.jsonl", &text);
 }
 
 fn convert(project: &Project, others: &[&str]) -> String {
@@ -96,11 +101,9 @@ fn without_a_gain_or_titles_there_are_no_terms() {
     let named = project.rows("queries.jsonl").into_iter().map(|mut row| {
         row["original_query"] =
             format!("{} {}", row["original_query"].as_str().unwrap(), row["rewritten_query"].as_str().unwrap()).into();
-        row.to_string()
+        row
     });
-    let named = named.collect::<Vec<_>>().join("\n");
-    project.write("queries.jsonl", &named);
-    project.write("teacher.jsonl", &named);
+    write_queries(&project, named);
     let said = convert(&project, &[]);
     assert!(said.contains("standard error 0.000): not used, since a gain is not shown\n"), "{said}");
     assert!(!project.path("run/data/expansion.json").exists());
@@ -122,11 +125,9 @@ fn words_that_lead_to_the_gold_passage_count_more() {
         row["original_query"] =
             format!("please tell me how can i get {} {n}", row["rewritten_query"].as_str().unwrap()).into();
         row["history_summary"] = "".into();
-        row.to_string()
+        row
     });
-    let rows = rows.collect::<Vec<_>>().join("\n");
-    project.write("queries.jsonl", &rows);
-    project.write("teacher.jsonl", &rows);
+    write_queries(&project, rows);
     let said = convert(&project, &[]);
     assert!(said.contains("convert: no expansion terms: the gold passages have no titles; add a `title` to"), "{said}");
     assert!(said.contains(": `&` is weighted query and history\n"), "{said}");

@@ -343,7 +343,12 @@ impl ExpansionModel {
 
     /// The expansion of a query: what `&` stands for.
     pub fn expansion(&self, query: &str, history: &str) -> String {
-        self.form.text(query, history, &self.parts(query, history))
+        // Servers call this for each query: only the parts of the form are made.
+        let parts = ExpansionParts {
+            weighted: if self.form.is_weighted { self.weighted(query, history) } else { String::new() },
+            terms: if self.form.terms == TermSelection::None { Vec::new() } else { self.terms(query, history) },
+        };
+        self.form.text(query, history, &parts)
     }
 
     /// Number of words that are predicted.
@@ -351,13 +356,18 @@ impl ExpansionModel {
         self.terms.len()
     }
 
-    /// The parts of the expansions of a query.
+    /// The parts of the expansions of a query in all forms.
     fn parts(&self, query: &str, history: &str) -> ExpansionParts {
+        ExpansionParts { weighted: self.weighted(query, history), terms: self.terms(query, history) }
+    }
+
+    /// The query and its history with weighted words.
+    fn weighted(&self, query: &str, history: &str) -> String {
         let weighted = |text: &str, is_history: bool| self.weights.weighted(&self.segmenter, text, is_history);
         // A query of words that count little is searched as it is.
         let of_query = weighted(query, false).unwrap_or_else(|| query.to_owned());
         let of_history = weighted(&recent_history(history), true).unwrap_or_default();
-        ExpansionParts { weighted: joined(&[&of_query, &of_history]), terms: self.terms(query, history) }
+        joined(&[&of_query, &of_history])
     }
 
     /// Expansion terms of a query and its history, with their probabilities.
